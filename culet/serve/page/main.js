@@ -146,7 +146,10 @@ async function start() {
   const isKept = await startStore();
   await startDrafts();
   if (!isKept) toast("This browser keeps no data for this page. Conversations are lost when it is closed.");
-  onStorageFull((names) => toast(`The browser's storage is full. ${names.length ? `${names.join(", ")} will be lost when this tab is closed` : "What is new will be lost when this tab is closed"}. Export and delete conversations to make room.`));
+  onStorageFull((names) => {
+    const what = names.join(", ") || "What is new";
+    toast(`The browser's storage is full. ${what} will be lost when this tab is closed. Export and delete conversations to make room.`);
+  });
   onChange(({ conversation }) => conversation?.id === currentConversation() && showTitle());
   watchChat(onOpened);
   watchSidebar({ open: (id) => goTo(id ? addressOf(id) : "#/") });

@@ -117,6 +117,11 @@ def test_pictures_are_attached_pasted_dropped_sent_and_kept(seeing: Running, ope
     assert shown == [num_image_tokens(*target_size(height, width, 280)) for width, height in ((60, 40), (30, 90), (16, 9))]
     expect(page.locator("#tray-size")).to_have_text(f"Together {sum(shown)} soft tokens")
     expect(page.locator("#announcer")).to_have_text(f"Attached c.png, {shown[2]} soft tokens")
+    page.keyboard.press("Alt+s")
+    page.locator("#set-budget").select_option("70")
+    page.get_by_role("button", name="Done").click()
+    smaller = [num_image_tokens(*target_size(height, width, 70)) for width, height in ((60, 40), (30, 90), (16, 9))]
+    expect(page.locator("#tray-size")).to_have_text(f"Together {sum(smaller)} soft tokens")
     attach(page, "fourth.png", picture(8, 8))
     expect(page.locator("#notice")).to_contain_text("fourth.png: this server takes at most 3 images")
 
@@ -125,9 +130,10 @@ def test_pictures_are_attached_pasted_dropped_sent_and_kept(seeing: Running, ope
     parts = parts_of(sent.value)
     assert [base64.b64decode(part["image_url"]["url"].partition(",")[2]) for part in parts[:3]] == list(pictures.values())
     assert parts[3:] == [{"type": "text", "text": "What is it?"}]
+    assert sent.value.post_data_json["mm_processor_kwargs"] == {"max_soft_tokens": 70}
     wait_for_answer(page)
     expect(page.locator("#tray")).to_be_hidden()
-    assert prompt_tokens(page) == text_tokens(seeing, "What is it?") + sum(shown) + 3 * MARKS
+    assert prompt_tokens(page) == text_tokens(seeing, "What is it?") + sum(smaller) + 3 * MARKS
     thumbnails = page.locator("#messages .user .picture img")
     expect(thumbnails).to_have_count(3)
 
@@ -142,18 +148,38 @@ def test_pictures_are_attached_pasted_dropped_sent_and_kept(seeing: Running, ope
     assert parts_of(sent.value) == parts
 
 
-def test_files_that_cannot_be_sent_are_refused_before_sending(open_seeing: Any) -> None:
+FORMULAS = """async ([pictures, lengths]) => {
+  const { audioTokens, imageTokens } = await import("/page/media/tokens.js");
+  const sounds = lengths.map((length) => ["mel", "samples"].map((features) => audioTokens(length / 16000, features)));
+  return [pictures.map((size) => imageTokens(...size)), sounds];
+}"""
+
+
+def check_formulas(page: Page) -> None:
+    """Check that the page counts soft tokens as the server does."""
+    chooser = random.Random(0)
+    pictures = [
+        (round(2 ** chooser.uniform(0, 13)), round(2 ** chooser.uniform(0, 13)), chooser.choice(BUDGETS)) for _ in range(3000)
+    ]
+    lengths = [1, 161, 640, 641, 12_345, 16_000, 480_000, *(chooser.randrange(161, 480_000) for _ in range(500))]
+    images, sounds = page.evaluate(FORMULAS, [pictures, lengths])
+    assert images == [num_image_tokens(*target_size(height, width, budget)) for width, height, budget in pictures]
+    assert sounds == [[num_mel_tokens(num_mel_frames(length)), -(-length // SAMPLES_PER_TOKEN)] for length in lengths]
+
+
+def test_sizes_are_those_of_the_server_and_what_it_refuses_is_not_sent(open_seeing: Any) -> None:
     page = open_seeing()
+    check_formulas(page)
     megabyte = 1 << 20
     heic = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
     for name, data, num_bytes, problem in (
         ("notes.txt", b"Some text", 0, "notes.txt: this cannot be attached. Possible are JPEG, PNG, WebP, GIF, WAV"),
         ("photo.jpg", heic, 0, "photo.jpg: this cannot be attached"),
-        ("empty.png", b"", 0, "empty.png: this cannot be attached"),
+        ("empty.png", b"", 0, "empty.png is empty"),
         ("broken.png", picture(9, 9)[:30], 0, "broken.png: the picture is damaged"),
         ("large.png", picture(9, 9), 21 * megabyte, "large.png has 21.0 MB, but an image may have at most 20.0 MB"),
         ("long.wav", wav(31.0), 0, "long.wav is 31.0 s long, but this model hears at most 30 s at once"),
-        ("big.png", picture(9, 9), 13 * megabyte, "would have 13.0 MB, but a request holds about 12.0 MB"),
+        ("big.png", picture(9, 9), 13 * megabyte, "13.0 MB of media, but a request holds at most 12.0 MB"),
     ):
         drop(page, name, data, num_bytes)
         expect(page.locator("#notice")).to_contain_text(problem)
@@ -164,7 +190,7 @@ def test_files_that_cannot_be_sent_are_refused_before_sending(open_seeing: Any) 
     expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
 
-def test_a_recording_and_a_video_are_sent(seeing: Running, open_seeing: Any) -> None:
+def test_a_recording_is_sent(seeing: Running, open_seeing: Any) -> None:
     page = open_seeing()
     page.get_by_role("button", name="Record from the microphone").click()
     expect(page.locator("#recorded")).to_contain_text("of 0:30")
@@ -190,7 +216,10 @@ def test_a_recording_and_a_video_are_sent(seeing: Running, open_seeing: Any) -> 
     assert prompt_tokens(page) == text_tokens(seeing, "") + shown + MARKS
     expect(page.locator("#conversations .row a")).to_have_text("recording.wav")
 
-    page.keyboard.press("Alt+n")
+
+@pytest.mark.slow
+def test_a_video_is_sent(seeing: Running, open_seeing: Any) -> None:
+    page = open_seeing()
     attach(page, "clip.webm", webm(40))
     expect(page.locator("#tray .facts")).to_contain_text("0:04, about 1,920 soft tokens")
     page.get_by_role("button", name="Remove clip.webm").click()
@@ -204,47 +233,27 @@ def test_a_recording_and_a_video_are_sent(seeing: Running, open_seeing: Any) -> 
     assert prompt_tokens(page) > text_tokens(seeing, "What happens?") + 5 * (60 + MARKS)
 
 
-def test_the_budget_changes_the_size_and_is_sent(seeing: Running, open_seeing: Any) -> None:
+@pytest.mark.slow
+def test_everyone_can_attach_and_remove(open_seeing: Any) -> None:
     page = open_seeing()
     attach(page, "a.png", picture(60, 40))
-    expect(page.locator("#tray .facts")).to_contain_text("260 soft tokens")
-    page.keyboard.press("Alt+s")
-    page.locator("#set-budget").select_option("70")
-    page.get_by_role("button", name="Done").click()
-    expect(page.locator("#tray .facts")).to_contain_text("60 soft tokens")
-    with page.expect_request("**/v1/chat/completions") as sent:
-        ask(page, "What is it?")
-    assert sent.value.post_data_json["mm_processor_kwargs"] == {"max_soft_tokens": 70}
-    assert prompt_tokens(page) == text_tokens(seeing, "What is it?") + 60 + MARKS
+    expect(page.locator("#tray li")).to_have_count(1)
+    ask(page, "What is it?")
     for name, data in (("b.png", picture(9, 9)), ("c.wav", wav(1.0))):
         attach(page, name, data)
     expect(page.locator("#tray li")).to_have_count(2)
     check_accessible(page)
+    page.get_by_role("button", name="Remove b.png").press("Enter")
+    expect(page.get_by_role("button", name="Remove c.wav")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
     page.keyboard.press("Alt+e")  # an edited message may lose its picture
-    page.get_by_role("button", name="Remove a.png").click()
+    page.get_by_role("button", name="Remove a.png").press("Enter")
     with page.expect_request("**/v1/chat/completions") as sent:
         page.keyboard.press("Enter")
     assert sent.value.post_data_json["messages"] == [{"role": "user", "content": "What is it?"}]
     assert "mm_processor_kwargs" not in sent.value.post_data_json
     expect(page.locator(".user .branches")).to_have_text("2/2")
-
-
-FORMULAS = """async ([pictures, lengths]) => {
-  const { audioTokens, imageTokens } = await import("/page/media/tokens.js");
-  const sounds = lengths.map((length) => ["mel", "samples"].map((features) => audioTokens(length / 16000, features)));
-  return [pictures.map((size) => imageTokens(...size)), sounds];
-}"""
-
-
-def test_the_sizes_are_those_of_the_server(seeing: Running, open_page: OpenPage) -> None:
-    chooser = random.Random(0)
-    pictures = [
-        (round(2 ** chooser.uniform(0, 13)), round(2 ** chooser.uniform(0, 13)), chooser.choice(BUDGETS)) for _ in range(3000)
-    ]
-    lengths = [1, 161, 640, 641, 12_345, 16_000, 480_000, *(chooser.randrange(161, 480_000) for _ in range(500))]
-    images, sounds = open_page(seeing).evaluate(FORMULAS, [pictures, lengths])
-    assert images == [num_image_tokens(*target_size(height, width, budget)) for width, height, budget in pictures]
-    assert sounds == [[num_mel_tokens(num_mel_frames(length)), -(-length // SAMPLES_PER_TOKEN)] for length in lengths]
 
 
 # What is kept
@@ -259,6 +268,7 @@ FULL_STORAGE = """() => {
 }"""
 
 
+@pytest.mark.slow
 def test_media_survive_a_reload_and_a_file(open_seeing: Any) -> None:
     page = open_seeing()
     data = picture(60, 40)
@@ -286,6 +296,7 @@ def test_media_survive_a_reload_and_a_file(open_seeing: Any) -> None:
     assert base64.b64decode(parts_of(sent.value)[0]["image_url"]["url"].partition(",")[2]) == data
 
 
+@pytest.mark.slow
 def test_media_that_a_full_browser_cannot_keep_are_named(open_seeing: Any) -> None:
     page = open_seeing()
     page.evaluate(FULL_STORAGE)
@@ -318,6 +329,7 @@ FIRST_VERSION = """() => new Promise((resolve) => {
 })"""
 
 
+@pytest.mark.slow
 def test_conversations_of_an_older_page_are_kept(seeing: Running, open_page: OpenPage) -> None:
     page = open_page(seeing)
     page.evaluate(FIRST_VERSION)

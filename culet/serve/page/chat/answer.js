@@ -1,7 +1,7 @@
 // Receives answers and keeps them as they are written. An answer goes on when the page shows another conversation.
 
 import { streamChat } from "../api.js";
-import { contentOf } from "../media/parts.js";
+import { contentOf, sentMedia } from "../media/parts.js";
 import { budgetFields } from "../media/tokens.js";
 import { requestFields, systemMessages } from "../settings.js";
 import { change, newId, onChange, putMessage, saveAtOnce, stopElsewhere } from "../store/conversations.js";
@@ -56,8 +56,9 @@ function merge(message, delta) {
   }
 }
 
-async function forServer({ role, content, media, tool_calls, tool_call_id, reasoning_content }) {
-  const message = { role, content: await contentOf(content, media ?? []) };
+async function forServer(entry) {
+  const { role, tool_calls, tool_call_id, reasoning_content } = entry;
+  const message = { role, content: await contentOf(entry) };
   if (tool_calls) Object.assign(message, { tool_calls });
   // Thoughts are only needed in a turn that continues after a tool result. The template drops earlier ones anyway.
   if (tool_calls && reasoning_content) Object.assign(message, { reasoning_content });
@@ -79,7 +80,7 @@ function statistics(usage, reason, started, first) {
 async function requestBody(path) {
   const earlier = path.filter((entry) => entry.role !== "assistant" || entry.content || entry.tool_calls);
   const messages = [...systemMessages(), ...(await Promise.all(earlier.map(forServer)))];
-  const body = { ...requestFields(), ...budgetFields(path.flatMap(({ media }) => media ?? [])), model, messages };
+  const body = { ...requestFields(), ...budgetFields(sentMedia(path)), model, messages };
   if (path.at(-1).role === "assistant") Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
   return body;
 }

@@ -1,5 +1,6 @@
 // Shows a conversation and acts on it: sends, edits, regenerates, continues, and goes from branch to branch.
 
+import { sentMedia } from "../media/parts.js";
 import { announce, arrange, element, icon } from "../parts/dom.js";
 import { toast } from "../parts/toast.js";
 import { openSettings } from "../settings.js";
@@ -27,7 +28,7 @@ let onOpened = () => {};
 
 const acts = { goTo, sendEdited, regenerate, goOn, giveResult };
 const path = () => pathTo(messages, head).map(latest);
-const earlierMedia = () => path().flatMap(({ media }) => media ?? []);
+const earlierMedia = () => sentMedia(path());
 
 export function currentConversation() {
   return current;

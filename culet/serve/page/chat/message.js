@@ -49,7 +49,7 @@ export class UserItem {
     if (this.body.textContent !== message.content) this.body.textContent = message.content;
     fillFoot(this.foot, JSON.stringify(branches.map(({ id }) => id).concat(message.id)), () => [
       branchSwitch({ ...context, goTo: this.acts.goTo }),
-      copyButton("Copy the message", () => message.content),
+      message.content ? copyButton("Copy the message", () => message.content) : null,
       (this.editButton = iconButton("pencil", "Edit this message", () => this.edit())),
     ]);
   }

@@ -15,10 +15,16 @@ async function partOf({ kind, type, blob }) {
   return kind === "image" ? { type: "image_url", image_url: { url } } : { type: "video_url", video_url: { url } };
 }
 
-// Returns the content of a message. Media come before the text that asks about them. Those that the browser could not keep are
-// left out, and the page says so where they stood.
-export async function contentOf(text, media) {
-  const parts = await Promise.all(media.filter(({ blob }) => blob).map(partOf));
+// Returns the media of messages that are sent to the server. Those that the browser could not keep are left out, and the page
+// says so where they stood.
+export function sentMedia(messages) {
+  return messages.flatMap(({ media }) => media ?? []).filter(({ blob }) => blob);
+}
+
+// Returns the content of a message. Media come before the text that asks about them.
+export async function contentOf(message) {
+  const text = message.content;
+  const parts = await Promise.all(sentMedia([message]).map(partOf));
   if (!parts.length) return text;
   return text ? [...parts, { type: "text", text }] : parts;
 }

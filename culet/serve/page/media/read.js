@@ -6,12 +6,13 @@ import { asAudio, HEAD_BYTES, kindOf, typeOf } from "./formats.js";
 
 const MEGABYTE = 1 << 20;
 const TEXT_BYTES = 64 << 10; // of a request, kept free for what is not media
+const BASE64_SHARE = 3 / 4; // of the bytes in base64 text
+const MEASURE_MS = 10_000;
 const SINGULAR = { image: "an image", audio: "a recording", video: "a video" };
 
 export class Refusal extends Error {}
 
 const inMegabytes = (bytes) => `${(bytes / MEGABYTE).toFixed(1)} MB`;
-const base64Bytes = (bytes) => 4 * Math.ceil(bytes / 3);
 
 // Returns {width, height, seconds} of a video or a recording. They are missing if the browser cannot play it.
 function measureTrack(blob) {
@@ -22,6 +23,7 @@ function measureTrack(blob) {
     player.onerror = () => resolve({});
     player.onloadedmetadata = () =>
       resolve({ width: player.videoWidth, height: player.videoHeight, seconds: Number.isFinite(player.duration) ? player.duration : undefined });
+    setTimeout(() => resolve({}), MEASURE_MS);
     player.src = address;
   }).finally(() => URL.revokeObjectURL(address));
 }
@@ -47,7 +49,6 @@ function checkKind(name, kind, type) {
 
 function checkSize({ kind, name, width, height, seconds }, numBytes) {
   const given = whatIsAccepted()[kind];
-  if (!numBytes) throw new Refusal(`${name} is empty.`);
   if (numBytes > given.max_bytes) {
     throw new Refusal(`${name} has ${inMegabytes(numBytes)}, but ${SINGULAR[kind]} may have at most ${inMegabytes(given.max_bytes)}.`);
   }
@@ -70,6 +71,7 @@ async function examine(file) {
 
 async function read(file) {
   const { name } = file;
+  if (!file.size) throw new Refusal(`${name} is empty.`);
   const facts = await examine(file);
   checkKind(name, facts.kind, facts.type);
   const medium = { name, ...facts };
@@ -100,9 +102,10 @@ export function checkTogether(medium, others) {
   if (most !== null && count > most) {
     throw new Refusal(`${name}: this server takes at most ${most} ${NAMES[kind]} in one conversation.`);
   }
-  const numBytes = [medium, ...others].reduce((sum, { blob }) => sum + base64Bytes(blob?.size ?? 0), 0);
-  if (numBytes > given.max_body_bytes - TEXT_BYTES) {
-    const limit = inMegabytes((given.max_body_bytes * 3) / 4);
-    throw new Refusal(`${name}: the media of this conversation would have ${inMegabytes((numBytes * 3) / 4)}, but a request holds about ${limit}. Remove some, or begin a new chat.`);
+  const numBytes = [medium, ...others].reduce((sum, { blob }) => sum + blob.size, 0);
+  const maxBytes = (given.max_body_bytes - TEXT_BYTES) * BASE64_SHARE;
+  if (numBytes > maxBytes) {
+    const problem = `with it this conversation has ${inMegabytes(numBytes)} of media, but a request holds at most ${inMegabytes(maxBytes)}`;
+    throw new Refusal(`${name}: ${problem}. Remove some, or begin a new chat.`);
   }
 }

@@ -108,7 +108,7 @@ function showRecording(startedAt = 0) {
   const label = isRecording ? "Finish the recording" : "Record from the microphone";
   byId("recording").hidden = !isRecording;
   if (isRecording) byId("recorded").textContent = `Recording ${clock((performance.now() - startedAt) / 1000)} of ${clock(recording.maxSeconds)}`;
-  recordButton.setAttribute("aria-pressed", String(isRecording));
+  recordButton.classList.toggle("on", isRecording);
   recordButton.setAttribute("aria-label", label);
   recordButton.title = label;
 }
