@@ -161,6 +161,9 @@ def check_formulas(page: Page) -> None:
     pictures = [
         (round(2 ** chooser.uniform(0, 13)), round(2 ** chooser.uniform(0, 13)), chooser.choice(BUDGETS)) for _ in range(3000)
     ]
+    for budget in BUDGETS:  # these fill a budget exactly, so the last bit decides
+        rows = [count for count in range(1, budget + 1) if budget % count == 0]
+        pictures += [(scale * budget // row, scale * row, budget) for row in rows for scale in range(1, 40)]
     lengths = [1, 161, 640, 641, 12_345, 16_000, 480_000, *(chooser.randrange(161, 480_000) for _ in range(500))]
     images, sounds = page.evaluate(FORMULAS, [pictures, lengths])
     assert images == [num_image_tokens(*target_size(height, width, budget)) for width, height, budget in pictures]
