@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from culet.cache.prefix import PrefixCache
 from culet.cache.spec import CacheLayout
 from culet.config import Config
 from culet.engine.build import MakeWorker, build_parts, finish_start
@@ -48,6 +49,11 @@ class Engine:
     def layout(self) -> CacheLayout:
         """The layout of the KV cache: how it is divided into pages."""
         return self._scheduler.layout
+
+    @property
+    def prefix_cache(self) -> PrefixCache | None:
+        """The resume points, or None if prefix caching is off."""
+        return self._scheduler.page_allocator.prefix
 
     # Requests
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def open_local(source: MediaSource, value: Any) -> MediaSource:
     """Return `source` with the content that `value` stands for."""
     if isinstance(value, MediaSource):
         return value
-    if (isinstance(value, str) and value[:5].lower() == "data:") or (isinstance(value, str) and "://" in value[:16]):
+    if isinstance(value, str) and (value[:5].lower() == "data:" or "://" in value[:16]):
         return replace(source, url=value)
     if isinstance(value, str | os.PathLike):
         return replace(source, data=_read_file(Path(value).expanduser(), source))
@@ -95,8 +95,3 @@ def _rate_of(value: Any, name: str) -> float:
     if isinstance(rate, bool) or not isinstance(rate, int | float):
         raise BadRequest(f"{name}: got a rate of type {type(rate).__name__}, expected a number per second")
     return float(rate)
-
-
-def file_parts(kind: MediaKind, paths: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the parts of a message that show these files."""
-    return [{"type": str(kind), "path": path} for path in paths]

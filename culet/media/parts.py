@@ -95,7 +95,7 @@ def take_media(messages: Any, options: MediaOptions | None = None, open_local: O
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind in _TEXTS:
                 parts.append({"type": "text", "text": part.get("text")})
-            elif kind not in PART_TYPES:
+            elif not isinstance(kind, str) or kind not in PART_TYPES:
                 parts.append(part)
             else:
                 source = read_part(part, f"messages[{index}].content[{number}]", options, open_local)

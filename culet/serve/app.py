@@ -39,6 +39,7 @@ MODULES = (
     "culet.serve.api.tokens",
     "culet.serve.api.health",
     "culet.serve.api.stats",
+    "culet.serve.api.routers",
     "culet.serve.metrics",
     "culet.serve.web_page",
 )

@@ -83,7 +83,7 @@ TORCH_FREE = (
     *("culet.drafters.mtp.spec", "culet.drafters.dflash.spec"),
     *("culet.drafters.base", "culet.drafters.mtp.plan", "culet.drafters.dflash.plan"),
     *("culet.attention.plan", "culet.attention.picture"),
-    *("culet.cache.spec", "culet.cache.arena", "culet.cache.prefix"),
+    *("culet.cache.spec", "culet.cache.arena", "culet.cache.changes", "culet.cache.mirror", "culet.cache.prefix"),
     *("culet.structured.forms", "culet.structured.tool_grammar", "culet.structured.check", "culet.engine.requests"),
 )
 

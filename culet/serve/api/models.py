@@ -96,7 +96,7 @@ async def show_model(service: Service, request: Request) -> Response:
 
 
 def _card(service: Service, name: str) -> ModelCard:
-    facts = service.engine.facts
+    facts = service.engines.facts
     return ModelCard(name, int(service.started_at), None if facts is None else facts.max_model_len, _media_input(service))
 
 

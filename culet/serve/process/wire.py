@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec import Struct
 
+from culet.cache.changes import PrefixChange
 from culet.config import Config
 from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, ModelDefaults, Request, TokenDelta
@@ -37,6 +38,9 @@ class Start(Struct, tag="start", frozen=True):
     log_level: str = "info"
     log_form: str = "text"
     script: Script | None = None
+    rank: int = 0  # which of several engines this is
+    reports_prefixes: bool = False  # send PrefixChanges
+    kv_events: str | None = None  # see `kv_events.py`
 
 
 class Submit(Struct, tag="submit", frozen=True):
@@ -90,6 +94,11 @@ class Ready(Struct, tag="ready", frozen=True):
     groups: tuple[GroupFacts, ...] = ()
     start_s: dict[str, float] = {}  # seconds that each part of the startup took
     plan_svg: str = ""  # a picture of the attention plan
+
+    @property
+    def block_tokens(self) -> int:
+        """The size of a block for routers, which know only one size: a page of the global layers."""
+        return next((group.page_tokens for group in self.groups if group.window is None), 0)
 
 
 class Failed(Struct, tag="failed", frozen=True):
@@ -155,7 +164,13 @@ class Stats(Struct, tag="stats", frozen=True):
     num_dropped_lines: int = 0  # of its log
 
 
-Report = Ready | Failed | Deltas | Refused | Stats
+class PrefixChanges(Struct, tag="prefixes", frozen=True):
+    """What the prefix cache has gained and lost, in order. Sent before the deltas of the same step."""
+
+    changes: list[PrefixChange]
+
+
+Report = Ready | Failed | Deltas | Refused | Stats | PrefixChanges
 
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)

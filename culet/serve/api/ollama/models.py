@@ -116,7 +116,7 @@ async def tags(service: Service, request: Request) -> Response:
 @with_ollama_errors
 async def running(service: Service, request: Request) -> Response:
     """List the models that are loaded. There is one, and it stays."""
-    facts = service.engine.facts
+    facts = service.engines.facts
     length, size = (None, 0) if facts is None else (facts.max_model_len, _num_bytes(service.checkpoint))
     on_gpu = size if facts is not None and facts.device.startswith("cuda") else 0
     more: dict[str, Any] = {"expires_at": _NEVER, "size_vram": on_gpu, "context_length": length}
@@ -129,7 +129,7 @@ async def show(service: Service, request: Request) -> Response:
     """Describe the model."""
     body = await read_body(service, request, ShowRequest)
     name = find_model(service, body.model)
-    spec, facts = service.checkpoint.spec, service.engine.facts
+    spec, facts = service.checkpoint.spec, service.engines.facts
     defaults = service.checkpoint.defaults
     sampling = {"temperature": defaults.temperature, "top_k": defaults.top_k, "top_p": defaults.top_p}
     info: dict[str, Any] = {
@@ -179,7 +179,7 @@ def _model_fields(service: Service, name: str) -> dict[str, Any]:
 
 
 def _details(service: Service) -> OllamaDetails:
-    facts = service.engine.facts
+    facts = service.engines.facts
     level = "" if facts is None else facts.dtype.replace("float", "f").upper()  # such as BF16
     return OllamaDetails(_short_count(_num_weights(service.checkpoint)), level)
 
