@@ -29,20 +29,20 @@ function openViewer({ name, blob }) {
   viewer.showModal();
 }
 
-export function thumbnail(medium) {
+function thumbnail(medium, isSmall) {
   const { kind, name, blob } = medium;
   // What a browser could not keep is named, and the model does not see it any more.
   if (!blob) return element("p", { className: "lost" }, icon("info"), `${name} is not kept in this browser. The model no longer sees it.`);
   if (kind === "audio") return element("audio", { src: addressOf(blob), controls: true, preload: "metadata", "aria-label": name });
-  if (kind === "video") return element("video", { src: addressOf(blob), controls: true, preload: "metadata", "aria-label": name });
+  if (kind === "video") return element("video", { src: addressOf(blob), controls: !isSmall, preload: "metadata", "aria-label": name });
   const button = element("button", { type: "button", className: "picture", title: name, "aria-label": `Show ${name}` });
   button.append(element("img", { src: addressOf(blob), alt: name, decoding: "async" }));
   button.addEventListener("click", () => openViewer(medium));
   return button;
 }
 
-// Fills `list` with the media. With `remove`, each has a button that calls it with the medium, and `describe` returns its
-// second line.
+// Fills `list` with the media. With `remove`, each has a button that calls it with the medium. With `describe`, they are small
+// and have their name and what it returns beside them.
 export function showMedia(list, media, { remove = null, describe = null } = {}) {
   list.hidden = !media.length;
   list.replaceChildren(
@@ -50,7 +50,7 @@ export function showMedia(list, media, { remove = null, describe = null } = {}) 
       const facts = element("span", { className: "facts" }, element("b", { title: medium.name }, medium.name));
       if (describe) facts.append(element("span", {}, describe(medium)));
       const button = remove && iconButton("close", `Remove ${medium.name}`, () => remove(medium), { className: "quiet remove" });
-      return element("li", { className: medium.blob ? medium.kind : "lost-one" }, thumbnail(medium), describe ? facts : null, button);
+      return element("li", { className: medium.blob ? medium.kind : "lost-one" }, thumbnail(medium, Boolean(describe)), describe ? facts : null, button);
     }),
   );
 }
