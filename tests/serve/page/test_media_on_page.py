@@ -101,6 +101,16 @@ def text_tokens(server: Running, text: str) -> int:
     return count
 
 
+def test_the_server_says_what_it_takes(seeing: Running) -> None:
+    media = seeing.http.get("/v1/models").json()["data"][0]["media"]
+    assert media["max_body_bytes"] == 16 << 20
+    image, video, audio = media["image"], media["video"], media["audio"]
+    assert (image["max_count"], image["budget"], image["budgets"]) == (3, 280, list(BUDGETS))
+    assert (video["max_count"], video["budget"], video["budgets"], video["num_frames"]) == (None, 70, [70, 140, 280], 32)
+    assert (audio["max_s"], audio["features"], audio["max_bytes"]) == (30, "mel", 25 << 20)
+    assert "image/png" in image["types"]
+
+
 def test_pictures_are_attached_pasted_dropped_sent_and_kept(seeing: Running, open_seeing: Any) -> None:
     page = open_seeing()
     pictures = {"a.png": picture(60, 40, 1), "b.png": picture(30, 90, 2), "c.png": picture(16, 9, 3)}
