@@ -211,7 +211,7 @@ def test_scaling_fails_no_request(cluster: Cluster) -> None:
     scaling = {
         "min_replicas": 1,
         "max_replicas": 2,
-        "target_ongoing_requests": 2,
+        "target_ongoing_requests": 3,
         "upscale_delay_s": 1,
         "downscale_delay_s": 5,
         "metrics_interval_s": 0.5,
@@ -223,22 +223,22 @@ def test_scaling_fails_no_request(cluster: Cluster) -> None:
     problems: list[str] = []
     num_answers = [0]
 
-    def load(is_wanted: Callable[[], bool], index: int) -> None:
+    def load(is_wanted: Callable[[], bool], num_tokens: int) -> None:
         while not is_over.is_set():
             if not is_wanted():
                 time.sleep(0.1)
                 continue
-            answer = cluster.chat({"messages": [{"role": "user", "content": f"Story {index}"}], "max_tokens": 24})
             num_answers[0] += 1
+            question = {"role": "user", "content": f"{num_answers[0]}: tell me a story"}
+            answer = cluster.chat({"messages": [question], "max_tokens": num_tokens, "ignore_eos": True})
             if answer.status_code != 200:
                 problems.append(answer.text)
 
     is_busy = threading.Event()
     is_busy.set()
-    with ThreadPoolExecutor(7) as pool:
-        for index in range(6):
-            pool.submit(load, is_busy.is_set, index)
-        pool.submit(load, lambda: True, 6)
+    with ThreadPoolExecutor(8) as pool:
+        clients = [pool.submit(load, is_busy.is_set, 24) for _ in range(6)]
+        clients += [pool.submit(load, lambda: True, 100) for _ in range(2)]  # so that replicas are busy when one is to end
         try:
             wait_for(lambda: sum(map(bool, map(num_ongoing, replica_processes().values()))) == 2, 60, "the second replica")
             time.sleep(5)
@@ -247,6 +247,8 @@ def test_scaling_fails_no_request(cluster: Cluster) -> None:
             time.sleep(2)
         finally:
             is_over.set()
+    for client in clients:
+        client.result()
     print(f"{num_answers[0]} answers, {len(problems)} errors")
     assert problems == []
     assert num_answers[0] > 20
