@@ -232,14 +232,13 @@ class DraftConfig:
 class ParallelConfig:
     """How many GPUs share one model."""
 
-    tensor_parallel_size: int = option(1, "Number of GPUs that share each layer.")
+    tensor_parallel_size: int = option(1, "Number of GPUs, or processes on a CPU, that share each layer; not for E2B and E4B.")
+    all_reduce: str = option(
+        "auto", "How GPUs add their sums: auto (NCCL), or symmetric memory (not measured yet).", choices=("auto", "symmetric")
+    )
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor-parallel-size: got {self.tensor_parallel_size}, but this version supports only one GPU",
-                hint="omit the flag; to use several GPUs, run one server per GPU",
-            )
+        _positive(self, "tensor_parallel_size")
 
 
 MEDIA_KINDS = ("image", "video", "audio")

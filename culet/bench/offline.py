@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from culet.bench.answer_check import Verdict, check_rows, free_memory
-from culet.bench.settings import given_settings
 from culet.bench.workloads import START, THROUGHPUT, TPOT, Workload, make_prompts
 from culet.child import child_environment, python_command
 from culet.config import Config
 from culet.engine.jobs import Result
 from culet.engine.llm import LLM
+from culet.engine.resolve import given_settings
 from culet.errors import CuletError, InternalError
 from culet.log import logger
 from culet.scheduler.stats import SchedulerStats

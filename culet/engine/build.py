@@ -1,15 +1,17 @@
 """Build everything an engine needs: the model, its drafter, the KV cache, the runner and the scheduler.
 
 `build_parts` builds all of it for an `Engine`. By default, its worker is a Runner in this process. With `make_worker`, the
-worker is elsewhere and no weights are loaded here. `build_worker` builds only the runner. It takes plain values, so another
-process can call it.
+worker is elsewhere and no weights are loaded here. `build_worker` builds only the runner, and `build_rank` that of one of
+several ranks. They take plain values, so another process can call them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from culet.engine import memory
 from culet.engine.drafting import PROBE_PROMPT, ReadBytes, draft_policy, run_probe
 from culet.engine.rehearsal import Rehearsal, has_finite_logits
 from culet.engine.requests import ChatMarks, RequestRules, resolve_sampling
-from culet.engine.resolve import Setup, resolve
+from culet.engine.resolve import Setup, given_settings, resolve
 from culet.engine.start_times import StartTimes
 from culet.errors import ConfigError
 from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cache
@@ -32,11 +34,13 @@ from culet.models.gemma4 import Gemma4
 from culet.models.quantised.part_bytes import part_bytes
 from culet.models.towers.spec import read_towers
 from culet.models.towers.towers import Towers, load_towers
+from culet.models.weight_files import weight_files
 from culet.models.weights import explain_not_finite, load_model
+from culet.parallel.group import RankGroup
 from culet.runner.captures import Captures
 from culet.runner.media.step_media import ImageMask, image_mask, placeholder_ids
 from culet.runner.runner import Runner
-from culet.runner.worker import Worker
+from culet.runner.worker import ProcessWorker, Worker
 from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.media.features import FeatureLedger
 from culet.scheduler.scheduler import Scheduler
@@ -45,6 +49,7 @@ from culet.structured.queue import GrammarQueue
 from culet.text.template import ChatTemplate
 from culet.text.tokenizer import Tokenizer, make_tokenizer
 from culet.types import Request, Sampling, SamplingParams
+from culet.version import __version__
 
 # Makes a worker for a KV cache of the first number of slabs, and for sequences of up to the second number of tokens.
 MakeWorker = Callable[[int, int], Worker]
@@ -84,10 +89,12 @@ def build_parts(config: Config, *, progress: bool = True, make_worker: MakeWorke
         control_tokens=control_tokens,
     )
     compiler = _make_compiler(setup, tokenizer)
-    if make_worker is None:
-        built = _build_here(setup, compiler, times, progress=progress)
-    else:
+    if make_worker is not None:
         built = _build_elsewhere(setup, make_worker, times)
+    elif setup.rank.size > 1:
+        built = _build_ranks(setup, times)
+    else:
+        built = _build_here(setup, compiler, times, progress=progress)
     return EngineParts(
         setup=setup,
         tokenizer=tokenizer,
@@ -134,13 +141,37 @@ def _build_elsewhere(setup: Setup, make_worker: MakeWorker, times: StartTimes) -
     max_model_len = _resolve_max_model_len(setup, num_slabs)
     with times.part("worker"):
         worker = make_worker(num_slabs, max_model_len)
-    plan = setup.draft_plan
-    read = None
-    if plan is not None:
-        itemsize = setup.dtype.itemsize
-        sizes = part_bytes(setup.spec, setup.checkpoint.config, itemsize, setup.config.model.quantization)
-        read = ReadBytes.of_specs(setup.spec, plan, itemsize, sizes)
-    return _Built(worker, num_slabs, max_model_len, read, None)
+    return _Built(worker, num_slabs, max_model_len, _read_elsewhere(setup), None)
+
+
+def _build_ranks(setup: Setup, times: StartTimes) -> _Built:
+    """Start a process for each rank. On a GPU, the ranks measure how much KV cache fits, and the smallest counts."""
+    with times.part("ranks"):
+        settings = given_settings(setup.config)
+        builder = "culet.engine.build:build_rank"
+        worker = ProcessWorker(builder, num_ranks=setup.rank.size, settings=settings, num_slabs=_planned_slabs(setup))
+    _explain_reductions(setup)
+    max_model_len = _resolve_max_model_len(setup, worker.num_slabs)
+    return _Built(worker, worker.num_slabs, max_model_len, _read_elsewhere(setup), None)
+
+
+def _explain_reductions(setup: Setup) -> None:
+    unmeasured = "Culet has not been measured on several GPUs yet"
+    if not setup.is_gpu:
+        chose("reductions", "gloo", "the ranks are processes on a CPU")
+    elif setup.config.parallel.all_reduce == "symmetric":
+        chose("reductions", "symmetric memory", f"requested, and a test at start was right; {unmeasured}")
+    else:
+        chose("reductions", "NCCL", f"--all-reduce symmetric may be faster; {unmeasured}")
+
+
+def _read_elsewhere(setup: Setup) -> ReadBytes | None:
+    """Estimate the bytes that a rank reads, because the weights are not in this process."""
+    if setup.draft_plan is None:
+        return None
+    itemsize = setup.dtype.itemsize
+    sizes = part_bytes(setup.spec, setup.checkpoint.config, itemsize, setup.config.model.quantization)
+    return ReadBytes.of_specs(setup.spec, setup.draft_plan, itemsize, sizes).shared_by(setup.rank.size)
 
 
 def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int) -> Runner:
@@ -156,6 +187,45 @@ def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int
     runner.use_grammars(_make_compiler(setup, _make_tokenizer(setup)))
     _use_media(setup, runner, _load_towers(setup, times, progress=False))
     return runner
+
+
+def build_rank(settings: Mapping[str, Any], num_slabs: int | None, rank_index: int, meeting_file: str) -> Runner:
+    """Build the runner of one rank. If `num_slabs` is None, measure how many fit on every rank."""
+    setup = resolve(build_config(settings), rank_index)
+    if not setup.is_gpu:
+        torch.set_num_threads(max(1, torch.get_num_threads() // setup.rank.size))
+    is_symmetric = setup.config.parallel.all_reduce == "symmetric"
+    group = RankGroup.join(setup.rank, meeting_file, setup.device, is_symmetric=is_symmetric)
+    group.check_same(_facts_of_rank(setup, settings))
+    return build_in_group(setup, group, num_slabs)
+
+
+def build_in_group(setup: Setup, group: RankGroup, num_slabs: int | None) -> Runner:
+    """Build the runner of a rank that has joined its group. All ranks must call this together."""
+    prepared, times = _prepare_device(setup), StartTimes()
+    model, drafter = _load(setup, times, progress=False, group=group)
+    towers = _load_towers(setup, times, progress=False)
+    if num_slabs is None:
+        num_slabs = group.least(_size_cache(setup, model, drafter, towers, prepared.free_bytes, times))
+    max_model_len = _resolve_max_model_len(setup, num_slabs)
+    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
+    runner.use_grammars(_make_compiler(setup, _make_tokenizer(setup)))
+    _use_media(setup, runner, towers)
+    return runner
+
+
+def _facts_of_rank(setup: Setup, settings: Mapping[str, Any]) -> dict[str, object]:
+    """Return what must be the same on all ranks: versions, model and settings."""
+    checkpoint = setup.checkpoint
+    files = [] if checkpoint.random else [(path.name, path.stat().st_size) for path in weight_files(checkpoint.folder)]
+    return {
+        "the version of culet": __version__,
+        "the version of torch": torch.__version__,
+        "the model's config.json": sha256(json.dumps(checkpoint.config, sort_keys=True).encode()).hexdigest()[:12],
+        "the list of the model's files": files,
+        "the precision of activations": str(setup.dtype),
+        **{f"--{name.replace('_', '-')}": value for name, value in settings.items()},
+    }
 
 
 def _make_tokenizer(setup: Setup) -> Tokenizer:
@@ -191,7 +261,7 @@ def _prepare_device(setup: Setup) -> _PreparedDevice:
 # The model
 
 
-def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, Drafter | None]:
+def _load(setup: Setup, times: StartTimes, *, progress: bool, group: RankGroup | None = None) -> tuple[Gemma4, Drafter | None]:
     latent = setup.config.cache.latent
     with times.part("weights"):
         model = load_model(
@@ -201,6 +271,7 @@ def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, D
             latent=latent,
             quantization=setup.config.model.quantization,
             progress=progress,
+            group=group,
         )
         model.scale_keys([layer for group in setup.layout.groups if group.spec.is_fp8 for layer in group.layers])
     if setup.draft_plan is None:
@@ -277,6 +348,7 @@ def _cpu_slabs(setup: Setup) -> int:
         chunk=schedule.max_num_batched_tokens,
         max_position=setup.spec.max_position,
         wanted_len=setup.config.model.max_model_len,
+        num_ranks=setup.rank.size,
     )
 
 

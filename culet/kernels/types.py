@@ -69,6 +69,15 @@ class RaggedRows:
         return self.context_B.shape[0]
 
 
+class TokenShare(NamedTuple):
+    """The tokens that one of several ranks stores. Runs of tokens go to the ranks in turn."""
+
+    part: int  # number of this rank among them
+    num_parts: int  # number of ranks
+    run: int  # tokens per run
+    page_tokens: int  # tokens that a page covers, a multiple of num_parts * run. Each rank stores an equal number of them.
+
+
 class Rope(NamedTuple):
     """The rotation of each token as cos and signed sin, float32 [T, 1, R]. Their halves are (c, c) and (-s, s)."""
 

@@ -6,7 +6,7 @@ Shapes: T new tokens of all rows · L tokens whose logits are needed · D model 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from culet.layers.rope import inverse_frequencies
 from culet.layers.weight.base import Matrix, Projection, Split
 from culet.layers.weight.weights import Weights
 from culet.models.spec import LayerSpec, ModelSpec, RopeSpec
+from culet.parallel.reduce import join_columns
 
 LOGITS_ROWS = 256  # rows of logits that callers compute at a time, which take 256 MiB at Gemma's vocabulary
 AFTER_FINAL_NORM = -1  # the tap for the hidden state after the final norm
@@ -74,7 +75,8 @@ class DecoderLayer(Layer):
             latent=latent and layer.k_eq_v,
             eps=spec.rms_eps,
         )
-        self.attention = Attention(layer.index, layer.kv_source, heads, size, rope_kind, weights.below("self_attn."))
+        attention = weights.below("self_attn.")
+        self.attention = Attention(layer.index, layer.kv_source, heads, layer.num_kv_heads, size, rope_kind, attention)
         self.mlp = MLP(size, layer.mlp_width, weights.below("mlp."))
         self.input_norm = weights.vector("input_layernorm.weight", size)
         self.post_attention_norm = weights.vector("post_attention_layernorm.weight", size)
@@ -135,14 +137,15 @@ class Gemma4(Layer):
     def __init__(self, spec: ModelSpec, weights: Weights, *, latent: bool = True) -> None:
         super().__init__()
         self.spec, self.dtype, self.device, self.latent = spec, weights.dtype, weights.device, latent
-        self.ops, self.rank = weights.ops, weights.rank
+        self.ops, self.rank, self.all_reduce = weights.ops, weights.rank, weights.all_reduce
         # The table is also the head, unless the checkpoint quantises them differently.
         self.embedding = weights.table(
             "embed_tokens", spec.vocab_size, spec.hidden_size, scale=spec.hidden_size**0.5, split=Split.ROWS
         )
         self.head: Matrix | None = None
         if spec.has_head:
-            self.head = weights.matrix(Projection("lm_head", spec.vocab_size), num_columns=spec.hidden_size)
+            head = Projection("lm_head", spec.vocab_size)
+            self.head = weights.matrix(head, num_columns=spec.hidden_size, split=Split.ROWS)
         kinds: dict[tuple[RopeSpec, int], int] = {}
         layers = []
         for layer in spec.layers:
@@ -222,6 +225,7 @@ class Gemma4(Layer):
         """Make `forward` run only a few layers that together launch every kernel of a step. Its result is meaningless.
 
         If `taps` lists the tapped layers, the peak memory equals that of all layers, because each layer frees what it used.
+        With several ranks, no rank waits for the others.
         """
         kinds: dict[object, list[int]] = {}
         for index, layer in enumerate(self._layers):
@@ -235,7 +239,8 @@ class Gemma4(Layer):
         chosen |= {index for tap in taps for index in (tap - 1, tap) if index >= 0}
         self._rehearsed = frozenset(chosen | {self._layers[index].attention.kv_source for index in chosen})
         try:
-            yield
+            with nullcontext() if self.all_reduce is None else self.all_reduce.alone():
+                yield
         finally:
             self._rehearsed = None
 
@@ -258,7 +263,8 @@ class Gemma4(Layer):
         if self.head is None:
             return self.embedding.capped_head(x_LD, cap)
         logits_LV: Tensor = self.ops.softcap(self.head.linear(x_LD), cap)
-        return logits_LV
+        rows = self.head.layout.rows(self.head.layout.projections[0], self.rank)
+        return join_columns(logits_LV, rows, self.spec.vocab_size, self.all_reduce)
 
     def head_candidates(self, x_RD: Tensor, cap: float | None) -> Candidates:
         """Return candidates that include the most likely token of each row. The rows may be [R, K, D]."""
@@ -291,7 +297,7 @@ class Gemma4(Layer):
         """
         groups = pool.layout.groups
         if before is None:
-            stores = [self.ops.stores(batch.groups[g.index].kv_address_T, g.page_tokens) for g in groups]
+            stores = [self.ops.stores(batch.groups[g.index].kv_address_T, g.stored_tokens) for g in groups]
         else:
             stores = [None] * len(groups)
         return Pass(

@@ -14,15 +14,26 @@ the reader of this type.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NewType
+from contextlib import AbstractContextManager
+from typing import NewType, Protocol
 
+import torch
 from torch import Tensor
 
 # [T, D], or [S, T, D] if the reader has to add the S parts.
 PartialSum = NewType("PartialSum", Tensor)
-# Adds a tensor [T, D] over all ranks.
-AllReduce = Callable[[Tensor], Tensor]
+
+
+class AllReduce(Protocol):
+    """Adds a tensor over all ranks. Every rank gets the same bits. The tensor's memory may be reused for the sum."""
+
+    def __call__(self, part: Tensor, /) -> Tensor: ...
+
+    def gather(self, part: Tensor, /) -> Tensor:
+        """Return the tensors of all ranks, stacked in the order of their ranks."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a context in which this rank does not wait for the others. Sums and gathered tensors are meaningless."""
 
 
 def join_parts(parts: Tensor, all_reduce: AllReduce | None) -> PartialSum:
@@ -33,12 +44,20 @@ def join_parts(parts: Tensor, all_reduce: AllReduce | None) -> PartialSum:
 
 
 def join_columns(part_TC: Tensor, columns: slice, num_columns: int, all_reduce: AllReduce | None) -> Tensor:
-    """Return all `num_columns` columns, of which this rank computed `columns`. If `all_reduce` is None, it computed all.
-
-    The columns of other ranks are zeros in the sum. An all-gather would move fewer bytes and belongs here.
-    """
+    """Return all `num_columns` columns, of which this rank computed `columns`. If `all_reduce` is None, it computed all."""
     if all_reduce is None:
         return part_TC
-    whole_TN = part_TC.new_zeros(part_TC.shape[0], num_columns)
-    whole_TN[:, columns] = part_TC
-    return all_reduce(whole_TN)
+    parts_RTC = all_reduce.gather(part_TC)
+    assert parts_RTC.shape[0] * (columns.stop - columns.start) == num_columns, "ranks must have equal numbers of columns"
+    return torch.cat(parts_RTC.unbind(0), dim=-1)
+
+
+def join_shares(out_TNH: Tensor, lse_TN: Tensor, lse_RTN: Tensor) -> Tensor:
+    """Weight attention over this rank's tokens, so that the sum over the ranks is attention over all tokens.
+
+    `lse_TN` is the log of the sum of the exponentials of this rank's scores, and `lse_RTN` has those of all ranks that share
+    the tokens. A rank without a visible token has -inf.
+    """
+    weight_TN = (lse_TN - lse_RTN.logsumexp(0)).exp()
+    # A row that pads a batch may see no token on any rank, which gives inf - inf.
+    return (out_TNH * weight_TN.masked_fill(lse_TN == -torch.inf, 0.0)[..., None]).to(out_TNH.dtype)

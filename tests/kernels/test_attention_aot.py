@@ -34,8 +34,9 @@ from culet.kernels.triton.attention.tiles import (
     prefill_tile,
     splits_by_waves,
 )
+from culet.kernels.triton.attention.token_shares import own_addresses_launch, own_keys_launch
 from culet.kernels.triton.launch import Launch
-from culet.kernels.types import PagedKV, RaggedRows
+from culet.kernels.types import PagedKV, RaggedRows, TokenShare
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 # One for each kind of row in the tables. Other variants differ only in the number of KV heads.
@@ -106,6 +107,29 @@ def test_a_drafters_block_fits(capability: int, num_rows: int) -> None:
     assert isinstance(tile, DecodeTile)
     scratch = Scratch.allocate(16, shape.head_dim, "meta")
     for launch in decode_launches(q_TNH, kv, rows, max_queries=16, out_TNH=q_TNH, tile=tile, scratch=scratch):
+        assert_fits(launch, capability)
+
+
+@pytest.mark.parametrize("capability", [90, *(pytest.param(number, marks=pytest.mark.slow) for number in (80, 89, 100, 120))])
+def test_ranks_that_share_tokens(capability: int) -> None:
+    """Intervals of visible keys, and the log of the softmax sum as a second output."""
+    shape = SHAPES["12B.global"]
+    q_TNH, kv, rows = on_meta(shape, 8, 4)
+    rows = replace(rows, visible_2T=torch.empty(2, q_TNH.shape[0], dtype=torch.int32, device="meta"))
+    lse_TN = torch.empty(q_TNH.shape[:2], device="meta")
+    tile = find_row(DECODE, capability, kv, 4 * shape.group).tile
+    assert isinstance(tile, DecodeTile)
+    scratch = Scratch.allocate(16, shape.head_dim, "meta")
+    launches = decode_launches(q_TNH, kv, rows, max_queries=4, out_TNH=q_TNH, tile=tile, scratch=scratch, lse_TN=lse_TN)
+    prefill = find_row(PREFILL, capability, kv).tile
+    assert isinstance(prefill, PrefillTile)
+    tiles = torch.empty(16, 5, dtype=torch.int32, device="meta")
+    launches.append(prefill_launch(q_TNH, kv, rows, tiles, fresh=None, out_TNH=q_TNH, tile=prefill, lse_TN=lse_TN))
+    share, address_T = TokenShare(1, 2, 64, 512), torch.empty(q_TNH.shape[0], dtype=torch.int64, device="meta")
+    assert rows.visible_2T is not None
+    launches.append(own_addresses_launch(address_T, address_T, share))
+    launches.append(own_keys_launch(address_T, rows.row_begin_B1, rows.visible_2T, rows.context_B, share))
+    for launch in launches:
         assert_fits(launch, capability)
 
 

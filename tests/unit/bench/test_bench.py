@@ -17,10 +17,11 @@ from culet.bench.floor import Floor
 from culet.bench.kernels import CaseTensors, make_kernel_case, parse_case, time_case, work
 from culet.bench.offline import Measured
 from culet.bench.peer import FA4, KERNEL_CASES, SERVING, UNIFIED_TRITON, kernel_anchor
-from culet.bench.settings import all_settings, bench_config, given_settings
+from culet.bench.settings import all_settings, bench_config
 from culet.bench.workloads import DEFAULT_ROWS, STANDARD, Workload, make_prompts, parse_rows
 from culet.cache.spec import plan_cache
 from culet.cli.main import run
+from culet.engine.resolve import given_settings
 from culet.errors import BadRequest, ConfigError, UnsupportedError
 from culet.hardware import PEAKS, find_peaks
 from culet.layers.weight.weights import Weights
