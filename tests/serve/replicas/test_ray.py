@@ -254,6 +254,41 @@ def test_scaling_fails_no_request(cluster: Cluster) -> None:
     assert num_answers[0] > 20
 
 
+def descendants(process_id: int) -> set[int]:
+    """Return the ids of a process's children and of theirs."""
+    threads = Path(f"/proc/{process_id}/task").iterdir()
+    children = {int(child) for thread in threads for child in (thread / "children").read_text().split()}
+    return children.union(*map(descendants, children))
+
+
+def is_gone(process_id: int) -> bool:
+    """Return whether a process has ended. Nobody may have waited for it yet."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_tensor_parallel_group_is_one_replica(cluster: Cluster, folder: Path) -> None:
+    """Two ranks start as one replica, end with it, and come back."""
+    cluster.run(engine={**ENGINE, "model": str(folder), "dtype": "float32", "tensor_parallel_size": 2})
+    body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    first = cluster.chat(body)
+    assert first.status_code == 200, first.text
+    wait_for(lambda: len(replica_processes()) == 1, 60, "one replica")
+    (process_id,) = replica_processes()
+    family = descendants(process_id)
+    print(f"the replica has {len(family)} processes")
+    assert len(family) >= 3  # the engine and two ranks
+    os.kill(process_id, signal.SIGKILL)
+    wait_for(lambda: all(map(is_gone, family)), 60, "the end of all ranks")
+    again = cluster.chat(body)
+    assert again.status_code == 200, again.text
+    assert again.json()["choices"] == first.json()["choices"]
+
+
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
