@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from openai import OpenAI
 
 from culet.errors import ConfigError
@@ -34,6 +35,7 @@ SETTINGS = {
     # Ray's own limits suit an idle machine.
     "RAY_gcs_server_port_wait_time_s": "300",
     "RAY_worker_register_timeout_seconds": "300",
+    "RAY_metrics_report_interval_ms": "1000",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }
@@ -159,14 +161,29 @@ def test_later_turns_find_their_prefix(pair: Cluster) -> None:
     assert hit_share(turns) >= 0.95
 
 
+def generated(cluster: Cluster) -> dict[str, int]:
+    """Return how many tokens each replica has generated, from Ray's metrics."""
+    text = httpx.get(f"http://127.0.0.1:{cluster.metrics_port}/metrics", timeout=60).text
+    found = re.findall(r'^ray_culet_generation_tokens{.*replica="(\w+)".*} (.*)$', text, re.MULTILINE)
+    return {replica: int(float(count)) for replica, count in found}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_each_replica_reports_metrics(pair: Cluster) -> None:
-    def reporting() -> set[str]:
-        text = httpx.get(f"http://127.0.0.1:{pair.metrics_port}/metrics", timeout=60).text
-        return set(re.findall(r'^ray_culet_generation_tokens{.*replica="(\w+)".*} [1-9]', text, re.MULTILINE))
+    wait_for(lambda: sum(map(bool, generated(pair).values())) == 2, 30, "the metrics of two replicas")
 
-    wait_for(lambda: len(reporting()) == 2, 30, "the metrics of two replicas")
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_client_that_leaves_costs_nothing_more(pair: Cluster) -> None:
+    before = sum(generated(pair).values())
+    body = {"prompt": "A long story: ", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with pair.http.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+    wait_for(lambda: not any(map(num_ongoing, replica_processes().values())), 60, "the end of the request")
+    time.sleep(5)  # until the metrics have followed
+    assert 0 < sum(generated(pair).values()) - before < 900
 
 
 @pytest.mark.slow
@@ -303,3 +320,15 @@ def test_bad_arguments_are_named(args: dict[str, Any], problem: str) -> None:
 
     with pytest.raises(ConfigError, match=problem):
         build_app(args)
+
+
+def test_the_guides_yaml_is_valid() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from culet.serve.ray import build_app
+
+    guide = (Path(__file__).parents[3] / "docs/guides/replicas.md").read_text()
+    content = yaml.safe_load(guide.split("```yaml\n")[1].split("```")[0])
+    (application,) = ServeDeploySchema.model_validate(content).applications
+    assert application.import_path == "culet.serve.ray:build_app"
+    build_app(application.args)
