@@ -22,7 +22,7 @@ from culet.media.items import MediaKind
 from culet.media.sources import MediaSource
 from culet.serve.api.chat_request import PreparedChat, prepare
 from culet.serve.api.endpoint import SMALL_BODY, Endpoint, decoding_thread, encoder, json_response, origin_of
-from culet.serve.api.fields import Temperature
+from culet.serve.api.fields import MAX_TEXT, Temperature
 from culet.serve.generation import Generation
 from culet.serve.http.forms import FORM, Form, read_form
 from culet.serve.service import Service
@@ -55,7 +55,8 @@ _LANGUAGES = dict(re.findall(r"(\w\w) (\w+)", _LANGUAGE_LIST))
 class TranslationRequest(Struct, kw_only=True):
     """The form of POST /v1/audio/translations."""
 
-    file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]  # read as bytes, apart from the other fields
+    # The bytes of the file are read apart from the other fields.
+    file: Annotated[str, Meta(max_length=MAX_TEXT, extra_json_schema={"format": "binary"})]
     model: Annotated[str, Meta(max_length=256)] | None = None
     prompt: Annotated[str, Meta(max_length=1 << 16)] = ""  # names and style to expect
     response_format: Annotated[str, Meta(max_length=32, extra_json_schema={"enum": list(_FORMATS)})] = "json"
