@@ -93,8 +93,7 @@ class FusedReduction(Reduction):
         return residual_norm_of_ranks(x_TD, deltas, *norms)
 
 
-@pytest.mark.parametrize("is_pushed", [False, True], ids=["pull", "push"])
-@pytest.mark.parametrize("shape", ["26B-A4B", "31B"])
+@pytest.mark.parametrize(("shape", "is_pushed"), [("26B-A4B", True), ("31B", False)])
 def test_a_model_whose_norms_add_the_ranks(shape: str, is_pushed: bool) -> None:
     """Steps of few tokens are fused, larger ones are not, and both give the logits of one rank."""
     folder = tiny.checkpoint_folder(shape)
