@@ -45,7 +45,7 @@ class _Run:
 
     def read(self, room: Tensor) -> Tensor:
         """Read the bytes into `room`, and return them as a tensor."""
-        rest, offset = memoryview(room.numpy())[: self.num_bytes], self.offset
+        rest, offset = memoryview(room.numpy().data)[: self.num_bytes], self.offset
         try:
             with self.file.open("rb", buffering=0) as opened:
                 while rest:
