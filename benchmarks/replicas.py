@@ -4,6 +4,9 @@
 
 Both servers run at the same time, and the load goes to one, then to the other, in turns. So other programs on the machine slow
 down both. There are more clients than all engines have slots. The answers at temperature 0 must be the same.
+
+On a busy machine, two engines get no more time than one, and tokens per second say little. So the result also has the seconds
+of CPU time that each engine took. If every engine has a core of its own, the engine that took most of it sets the pace.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 
@@ -62,12 +66,22 @@ class Server:
         text: str = answer.json()["choices"][0]["text"]
         return text
 
-    def load(self, num_requests: int, num_clients: int, num_tokens: int) -> tuple[float, list[str]]:
-        """Return tokens per second and the answers."""
-        begun = time.monotonic()
+    def load(self, num_requests: int, num_clients: int, num_tokens: int) -> tuple[float, float, list[str]]:
+        """Return tokens per second, the CPU seconds of the engine that took most, and the answers."""
+        begun, before = time.monotonic(), self.engine_seconds()
         with ThreadPoolExecutor(num_clients) as pool:
             answers = list(pool.map(lambda index: self.answer(index, num_tokens), range(num_requests)))
-        return num_requests * num_tokens / (time.monotonic() - begun), answers
+        rate = num_requests * num_tokens / (time.monotonic() - begun)
+        return rate, max(now - then for now, then in zip(self.engine_seconds(), before, strict=True)), answers
+
+    def engine_seconds(self) -> list[float]:
+        """Return the CPU time that each engine process has taken."""
+        found = []
+        for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+            if b"culet.serve.process.engine" in Path(f"/proc/{child}/cmdline").read_bytes():
+                fields = Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()
+                found.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+        return found
 
     def stop(self) -> None:
         self.http.close()
@@ -86,16 +100,24 @@ def main() -> None:
     servers = [Server(1, options.slots), Server(2, options.slots)]
     try:
         rates: list[list[float]] = [[], []]
+        seconds: list[list[float]] = [[], []]
         for number in range(options.rounds + 1):
             answers = []
-            for server, rate in zip(servers, rates, strict=True):
-                measured, texts = server.load(options.requests, options.clients, options.tokens)
+            for server, rate, taken in zip(servers, rates, seconds, strict=True):
+                measured, cpu_seconds, texts = server.load(options.requests, options.clients, options.tokens)
                 answers.append(texts)
                 if number:  # the first round warms up
                     rate.append(measured)
+                    taken.append(cpu_seconds)
             assert answers[0] == answers[1], "the answers differ"
-        best = [max(rate) for rate in rates]
-        result = {"tokens_per_s": best, "ratio": round(best[1] / best[0], 2), "all": rates, "answers": "the same"}
+        best, least = [max(rate) for rate in rates], [min(taken) for taken in seconds]
+        result = {
+            "tokens_per_s": rates,
+            "ratio": round(best[1] / best[0], 2),
+            "cpu_seconds": seconds,
+            "cpu_ratio": round(least[0] / least[1], 2),
+            "answers": "the same",
+        }
         print(json.dumps(result))
     finally:
         for server in servers:

@@ -4,8 +4,9 @@ The engine that resumes the prompt furthest wins, unless it is too busy. It is t
 idlest engine, or if the request would wait there but not elsewhere. So a prefix that everybody shares (a system prompt) does
 not fill one engine while the others are idle. The next engine that computes it has it too, and from then on load decides.
 
-A prefix that is only a small part of the prompt does not count. Otherwise one engine would get every new conversation, because
-all of them begin with the same few tokens, and the caches of the others would stay empty.
+A prefix that is only a small part of the prompt does not count, and neither do a few known tokens that cannot be resumed yet.
+Otherwise one engine would get every new conversation, because all of them begin with the same few tokens, and the caches of the
+others would stay empty.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from culet.cache.mirror import Overlap
 # How many more samples than the idlest engine a busy one may have and still win by a prefix: a quarter of its slots, or this.
 _SLACK_PART, _MIN_SLACK = 4, 4
 _MIN_PART, _MIN_TOKENS = 4, 1024  # a prefix counts if it is a quarter of the prompt, or this long
+_MIN_KNOWN = 256  # known tokens count if there are also this many
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def ranked(candidates: Sequence[Candidate], prompt_len: int, num_new: int = 1) -
         resume, known = candidate.overlap.resume, candidate.overlap.known
         if is_busy or resume < min_tokens:
             resume = 0
-        if is_busy or known < min_tokens:
+        if is_busy or known < max(min_tokens, _MIN_KNOWN):
             known = 0
         return is_busy, -resume, -known, candidate.num_samples, candidate.num_points, index
 

@@ -77,8 +77,9 @@ def build(args: Mapping[str, Any]) -> Any:
 
 
 def _engine_deployment(args: Mapping[str, Any], config: Config, settings: ServeConfig) -> Any:
-    """Return the deployment of engines. A tensor-parallel group is one replica with several GPUs."""
-    num_gpus = args.get("num_gpus", 0 if config.model.device == "cpu" else config.parallel.tensor_parallel_size)
+    """Return the deployment of engines. A replica with several ranks gets all of its GPUs at once, on one machine."""
+    num_ranks = config.parallel.tensor_parallel_size
+    num_gpus = args.get("num_gpus", 0 if config.model.device == "cpu" else num_ranks)
     return serve.deployment(
         EngineReplica,
         name="Engine",
@@ -88,5 +89,5 @@ def _engine_deployment(args: Mapping[str, Any], config: Config, settings: ServeC
         graceful_shutdown_timeout_s=settings.request_timeout,  # until then, every request has ended
         health_check_period_s=5,
         logging_config={"enable_access_log": False},  # the ingress logs each request
-        ray_actor_options={"num_cpus": args.get("num_cpus", 1), "num_gpus": num_gpus},
+        ray_actor_options={"num_cpus": args.get("num_cpus", num_ranks), "num_gpus": num_gpus},
     )

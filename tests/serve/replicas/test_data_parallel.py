@@ -28,20 +28,37 @@ def generated(server: Running) -> list[int]:
     return [engine.get("generated_tokens", 0) for engine in server.stats()["engines"]]
 
 
-def test_both_engines_work_and_answer_as_one_does(pair: Running, tiny: Running) -> None:
-    prompts = [f"{word} and {word}" for word in ("red", "green", "blue", "cyan", "pink", "grey", "teal", "gold")]
+def ask_all(server: Running) -> list[str]:
+    """Return the answers to some prompts, sent a few at a time."""
 
-    def ask(server: Running, prompt: str) -> str:
+    def ask(word: str) -> str:
+        prompt = f"{word} and {word}"
         answer = server.chat(messages=[{"role": "user", "content": prompt}], max_tokens=12, temperature=0)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["message"])
 
-    before = generated(pair)
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda prompt: ask(pair, prompt), prompts))
-    assert answers == [ask(tiny, prompt) for prompt in prompts]
+        return list(pool.map(ask, ("red", "green", "blue", "cyan", "pink", "grey", "teal", "gold")))
+
+
+def test_both_engines_work_and_answer_as_one_does(pair: Running, tiny: Running) -> None:
+    before = generated(pair)
+    assert ask_all(pair) == ask_all(tiny)
     wait_for(lambda: all(now > then for now, then in zip(generated(pair), before, strict=True)), what="both reports")
     pair.check_well()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_each_engine_can_have_several_ranks(folder: Path) -> None:
+    """Two engines of two ranks each answer as one process does."""
+    config = {**CONFIG, "dtype": "float32"}
+    with Running(folder, config=config) as server:
+        expected = ask_all(server)
+    with Running(folder, config={**config, "tensor_parallel_size": 2}, settings={"data_parallel_size": 2}) as server:
+        assert ask_all(server) == expected
+        wait_for(lambda: min(generated(server)) > 0, what="both reports")
+        server.check_well()
 
 
 @pytest.mark.parametrize("num_conversations", [8, pytest.param(40, marks=pytest.mark.slow)])

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from openai import OpenAI
 
 from culet.errors import ConfigError
@@ -34,6 +35,7 @@ SETTINGS = {
     # Ray's own limits suit an idle machine.
     "RAY_gcs_server_port_wait_time_s": "300",
     "RAY_worker_register_timeout_seconds": "300",
+    "RAY_metrics_report_interval_ms": "1000",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }
@@ -159,14 +161,29 @@ def test_later_turns_find_their_prefix(pair: Cluster) -> None:
     assert hit_share(turns) >= 0.95
 
 
+def generated(cluster: Cluster) -> dict[str, int]:
+    """Return how many tokens each replica has generated, from Ray's metrics."""
+    text = httpx.get(f"http://127.0.0.1:{cluster.metrics_port}/metrics", timeout=60).text
+    found = re.findall(r'^ray_culet_generation_tokens{.*replica="(\w+)".*} (.*)$', text, re.MULTILINE)
+    return {replica: int(float(count)) for replica, count in found}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_each_replica_reports_metrics(pair: Cluster) -> None:
-    def reporting() -> set[str]:
-        text = httpx.get(f"http://127.0.0.1:{pair.metrics_port}/metrics", timeout=60).text
-        return set(re.findall(r'^ray_culet_generation_tokens{.*replica="(\w+)".*} [1-9]', text, re.MULTILINE))
+    wait_for(lambda: sum(map(bool, generated(pair).values())) == 2, 30, "the metrics of two replicas")
 
-    wait_for(lambda: len(reporting()) == 2, 30, "the metrics of two replicas")
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_client_that_leaves_costs_nothing_more(pair: Cluster) -> None:
+    before = sum(generated(pair).values())
+    body = {"prompt": "A long story: ", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with pair.http.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+    wait_for(lambda: not any(map(num_ongoing, replica_processes().values())), 60, "the end of the request")
+    time.sleep(5)  # until the metrics have followed
+    assert 0 < sum(generated(pair).values()) - before < 900
 
 
 @pytest.mark.slow
@@ -211,7 +228,7 @@ def test_scaling_fails_no_request(cluster: Cluster) -> None:
     scaling = {
         "min_replicas": 1,
         "max_replicas": 2,
-        "target_ongoing_requests": 2,
+        "target_ongoing_requests": 3,
         "upscale_delay_s": 1,
         "downscale_delay_s": 5,
         "metrics_interval_s": 0.5,
@@ -223,22 +240,22 @@ def test_scaling_fails_no_request(cluster: Cluster) -> None:
     problems: list[str] = []
     num_answers = [0]
 
-    def load(is_wanted: Callable[[], bool], index: int) -> None:
+    def load(is_wanted: Callable[[], bool], num_tokens: int) -> None:
         while not is_over.is_set():
             if not is_wanted():
                 time.sleep(0.1)
                 continue
-            answer = cluster.chat({"messages": [{"role": "user", "content": f"Story {index}"}], "max_tokens": 24})
             num_answers[0] += 1
+            question = {"role": "user", "content": f"{num_answers[0]}: tell me a story"}
+            answer = cluster.chat({"messages": [question], "max_tokens": num_tokens, "ignore_eos": True})
             if answer.status_code != 200:
                 problems.append(answer.text)
 
     is_busy = threading.Event()
     is_busy.set()
-    with ThreadPoolExecutor(7) as pool:
-        for index in range(6):
-            pool.submit(load, is_busy.is_set, index)
-        pool.submit(load, lambda: True, 6)
+    with ThreadPoolExecutor(8) as pool:
+        clients = [pool.submit(load, is_busy.is_set, 24) for _ in range(6)]
+        clients += [pool.submit(load, lambda: True, 100) for _ in range(2)]  # so that replicas are busy when one is to end
         try:
             wait_for(lambda: sum(map(bool, map(num_ongoing, replica_processes().values()))) == 2, 60, "the second replica")
             time.sleep(5)
@@ -247,9 +264,46 @@ def test_scaling_fails_no_request(cluster: Cluster) -> None:
             time.sleep(2)
         finally:
             is_over.set()
+    for client in clients:
+        client.result()
     print(f"{num_answers[0]} answers, {len(problems)} errors")
     assert problems == []
     assert num_answers[0] > 20
+
+
+def descendants(process_id: int) -> set[int]:
+    """Return the ids of a process's children and of theirs."""
+    threads = Path(f"/proc/{process_id}/task").iterdir()
+    children = {int(child) for thread in threads for child in (thread / "children").read_text().split()}
+    return children.union(*map(descendants, children))
+
+
+def is_gone(process_id: int) -> bool:
+    """Return whether a process has ended. Nobody may have waited for it yet."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_tensor_parallel_group_is_one_replica(cluster: Cluster, folder: Path) -> None:
+    """Two ranks start as one replica, end with it, and come back."""
+    cluster.run(engine={**ENGINE, "model": str(folder), "dtype": "float32", "tensor_parallel_size": 2})
+    body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    first = cluster.chat(body)
+    assert first.status_code == 200, first.text
+    wait_for(lambda: len(replica_processes()) == 1, 60, "one replica")
+    (process_id,) = replica_processes()
+    family = descendants(process_id)
+    print(f"the replica has {len(family)} processes")
+    assert len(family) >= 3  # the engine and two ranks
+    os.kill(process_id, signal.SIGKILL)
+    wait_for(lambda: all(map(is_gone, family)), 60, "the end of all ranks")
+    again = cluster.chat(body)
+    assert again.status_code == 200, again.text
+    assert again.json()["choices"] == first.json()["choices"]
 
 
 @pytest.mark.parametrize(
@@ -266,3 +320,15 @@ def test_bad_arguments_are_named(args: dict[str, Any], problem: str) -> None:
 
     with pytest.raises(ConfigError, match=problem):
         build_app(args)
+
+
+def test_the_guides_yaml_is_valid() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from culet.serve.ray import build_app
+
+    guide = (Path(__file__).parents[3] / "docs/guides/replicas.md").read_text()
+    content = yaml.safe_load(guide.split("```yaml\n")[1].split("```")[0])
+    (application,) = ServeDeploySchema.model_validate(content).applications
+    assert application.import_path == "culet.serve.ray:build_app"
+    build_app(application.args)

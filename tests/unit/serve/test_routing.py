@@ -42,13 +42,14 @@ def test_a_request_does_not_wait_for_a_prefix_if_another_engine_has_room() -> No
 
 def test_the_longer_prefix_wins_then_the_known_pages_then_the_load() -> None:
     assert best(Candidate(0, 16, Overlap(40)), Candidate(1, 16, Overlap(80))) == 1
-    assert best(Candidate(0, 16, Overlap(40, 40)), Candidate(1, 16, Overlap(40, 80))) == 1
+    assert best(Candidate(0, 16, Overlap(400, 400)), Candidate(1, 16, Overlap(400, 800)), prompt_len=1000) == 1
     assert best(Candidate(2, 16, Overlap(40)), Candidate(1, 16, Overlap(40))) == 1
     assert best(Candidate(1, 16, Overlap(), 9), Candidate(1, 16, Overlap(), 5)) == 1
 
 
 def test_a_few_shared_tokens_do_not_attract_every_conversation() -> None:
     assert best(Candidate(1, 16, Overlap(20, 20)), Candidate(0, 16, Overlap())) == 1
+    assert best(Candidate(1, 16, Overlap(0, 60)), Candidate(0, 16, Overlap())) == 1
     assert best(Candidate(1, 16, Overlap(1024)), Candidate(0, 16, Overlap()), prompt_len=100_000) == 0
 
 
