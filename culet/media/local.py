@@ -25,8 +25,6 @@ _LIMITS = MediaLimits()
 
 def open_local(source: MediaSource, value: Any) -> MediaSource:
     """Return `source` with the content that `value` stands for."""
-    if isinstance(value, MediaSource):
-        return value
     if isinstance(value, str) and (value[:5].lower() == "data:" or "://" in value[:16]):
         return replace(source, url=value)
     if isinstance(value, str | os.PathLike):

@@ -9,7 +9,8 @@ Every interface with messages uses this module. A part that is a medium has one 
     {"type": "image", "url": URL}                                        also "base64"; also audio and video
 
 In the caller's own program a part may also have `path`, or `{"type": "image", "image": VALUE}` with bytes, a path, a picture or
-an array. `culet.media.local` reads those, and the server never does.
+an array. `culet.media.local` reads those, and the server never does. `where` is the name of a part in errors, for interfaces
+whose clients send it in another form.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def take_media(messages: Any, options: MediaOptions | None = None, open_local: O
             elif not isinstance(kind, str) or kind not in PART_TYPES:
                 parts.append(part)
             else:
-                source = read_part(part, f"messages[{index}].content[{number}]", options, open_local)
+                name = part.get("where") or f"messages[{index}].content[{number}]"
+                source = read_part(part, name, options, open_local)
                 parts.append({"type": str(source.kind)})
                 sources.append(source)
                 roles.append(str(message.get("role")))
@@ -113,6 +115,8 @@ def read_part(
     options = options or MediaOptions()
     type_name = part["type"]
     value = part.get("image_url" if type_name == "input_image" else type_name)
+    if isinstance(value, MediaSource):  # our own program's, since no JSON has one
+        return value
     fields = {**part, **value} if isinstance(value, Mapping) else dict(part)
     if isinstance(value, str) and (type_name.endswith("_url") or type_name == "input_image"):
         fields["url"] = value

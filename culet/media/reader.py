@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from culet.config import MediaConfig
-from culet.errors import BadRequest
+from culet.errors import BadRequest, ContextTooLong
 from culet.line_process import Stopper
 from culet.media.fetch import FetchRules, check_url, fetch
+from culet.media.held import HeldBytes
 from culet.media.items import MediaKind, Medium
 from culet.media.limits import MediaLimits
 from culet.media.messages import Question
@@ -35,7 +36,8 @@ class MediaReader:
     """Decodes the media of one model's requests, within limits.
 
     `hosts` are those that https URLs may name. By default there are none, and nothing is ever fetched. `max_counts` are the
-    most media of each kind in one prompt. 0 turns a kind off, and a kind that is absent or None has no limit.
+    most media of each kind in one prompt. 0 turns a kind off, and a kind that is absent or None has no limit. `max_held_bytes`
+    is the most decoded data of all requests to a server.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class MediaReader:
         limits: MediaLimits | None = None,
         hosts: Iterable[str] = (),
         max_counts: Mapping[str, int | None] | None = None,
+        max_held_bytes: int = 1 << 30,
     ) -> None:
         self._max_counts = dict(max_counts or {})
         self._all_kinds = spec.kinds
@@ -51,6 +54,7 @@ class MediaReader:
         self.limits = limits or MediaLimits()
         self._rules = FetchRules(frozenset(host.lower().rstrip(".") for host in hosts))
         self.pool = DecoderPool(self.limits)
+        self.held = HeldBytes(max_held_bytes)
         bounds: dict[str, int] = {"max_waiting": self.limits.max_waiting, "max_waiting_mb": self.limits.max_waiting_mb}
         self._decodes = MediaQueue(self.limits.num_processes, purpose="decoded", patience_s=_PATIENCE_S, **bounds)
         self._fetches = MediaQueue(_NUM_FETCHES, purpose="fetched", **bounds)
@@ -60,21 +64,35 @@ class MediaReader:
         """Make the reader for a checkpoint, from its `config.json` and the processor's files in `folder`."""
         spec = read_media_spec(config, folder) if settings.kinds else MediaSpec()
         hosts = filter(None, (host.strip() for host in settings.allowed_media_domains.split(",")))
-        return cls(spec, hosts=hosts, max_counts=settings.limits)
+        return cls(spec, hosts=hosts, max_counts=settings.limits, max_held_bytes=settings.max_media_bytes)
 
     @property
     def num_waiting(self) -> int:
         return self._decodes.num_waiting + self._fetches.num_waiting
 
-    async def read(self, sources: Sequence[MediaSource]) -> list[Medium]:
+    async def read(self, sources: Sequence[MediaSource], max_tokens: int | None = None) -> list[Medium]:
         """Return the media of one request, in order. Few of them wait at a time, so that other requests come between.
 
-        Raise BadRequest for a medium that cannot be used, and QueueFull if too many wait. If this task is cancelled, or if one
-        medium fails, work on the others is dropped, and a process that decodes one for long is killed.
+        Raise BadRequest for a medium that cannot be used, ContextTooLong once there are more than `max_tokens` soft tokens, and
+        QueueFull if too many media wait or are held. If this task is cancelled, or if one medium fails, work on the others is
+        dropped, and a process that decodes one for long is killed.
         """
         self.check(sources)
         turn = asyncio.Semaphore(self.limits.num_processes)
-        tasks = [asyncio.ensure_future(self._read_one(source, turn)) for source in sources]
+        num_tokens = 0
+
+        async def read(source: MediaSource) -> Medium:
+            nonlocal num_tokens
+            async with turn:
+                medium = await self._read_one(source)
+                num_tokens += medium.num_tokens
+                if max_tokens is not None and num_tokens > max_tokens:
+                    problem = f"{source.name}: the media so far have {num_tokens} tokens, but the context holds {max_tokens}"
+                    raise ContextTooLong(problem, hint="send fewer media, or lower max_soft_tokens")
+                self.held.add(medium)
+                return medium
+
+        tasks = [asyncio.ensure_future(read(source)) for source in sources]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -111,12 +129,11 @@ class MediaReader:
     def _read_here(self, source: MediaSource) -> Medium:
         return self._decode(source, self._fetch(source, Stopper()), Stopper())
 
-    async def _read_one(self, source: MediaSource, turn: asyncio.Semaphore) -> Medium:
-        async with turn:
-            data = await self._fetches.run(partial(self._fetch, source), len(source.url)) if source.is_remote else None
-            num_bytes = source.num_bytes if data is None else len(data)
-            is_long = source.kind == MediaKind.VIDEO
-            return await self._decodes.run(partial(self._decode, source, data), num_bytes, is_long=is_long)
+    async def _read_one(self, source: MediaSource) -> Medium:
+        data = await self._fetches.run(partial(self._fetch, source), len(source.url)) if source.is_remote else None
+        num_bytes = source.num_bytes if data is None else len(data)
+        is_long = source.kind == MediaKind.VIDEO
+        return await self._decodes.run(partial(self._decode, source, data), num_bytes, is_long=is_long)
 
     def _check(self, source: MediaSource) -> None:
         """Raise for a source that is refused whatever its bytes are."""

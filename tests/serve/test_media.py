@@ -29,6 +29,10 @@ def picture(seed: int = 0) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+def source() -> dict[str, str]:
+    return {"type": "base64", "media_type": "image/png", "data": picture()}
+
+
 def url(seed: int = 0) -> str:
     return f"data:image/png;base64,{picture(seed)}"
 
@@ -70,9 +74,8 @@ def test_openai_client(server):
 
 def test_the_other_apis_show_the_same_image(server):
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-    source: Any = {"type": "base64", "media_type": "image/png", "data": picture()}
     messages: Any = [
-        {"role": "user", "content": [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]}
+        {"role": "user", "content": [{"type": "image", "source": source()}, {"type": "text", "text": "What is it?"}]}
     ]
     seen = client.messages.create(model="gemma", max_tokens=4, messages=messages, extra_body={"temperature": 0})
     usage = seen.usage
@@ -90,6 +93,7 @@ def test_the_other_apis_show_the_same_image(server):
     body = {"model": "gemma", "messages": [chat], "stream": False, "options": options}
     answer = server.http.post("/api/chat", json=body).json()
     assert answer["prompt_eval_count"] == counted
+    assert "vision" in server.http.post("/api/show", json={"model": "gemma"}).json()["capabilities"]
     assert answer["message"]["content"] == seen.content[0].text
 
 
@@ -146,9 +150,60 @@ def test_hostile_requests_are_refused(server, parts, problem):
 
 
 def test_an_image_in_a_system_message_or_a_result_is_refused(server):
+    """The template shows only their text. The error names the client's own field."""
     system = {"role": "system", "content": [image()]}
-    reply = server.chat(messages=[system, *ask()], **GREEDY)
-    assert (reply.status_code, "role system" in reply.text) == (400, True)
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "1", "content": [image()]}
+    blocks = [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": source()}]}]
+    used = [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]
+    output = [{"type": "input_image", "image_url": url()}]
+    looked = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+    cases = [
+        ("/v1/chat/completions", {"messages": [system, *ask()]}, "messages[0].content[0]", "system"),
+        (
+            "/v1/chat/completions",
+            {"messages": [*ask(), {"role": "assistant", "tool_calls": [call]}, result]},
+            "messages[2].content[0]",
+            "tool",
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 4,
+                "messages": [*ask(), {"role": "assistant", "content": used}, {"role": "user", "content": blocks}],
+            },
+            "messages[2].content[0].content[0]",
+            "tool",
+        ),
+        (
+            "/v1/responses",
+            {"input": [looked, {"type": "function_call_output", "call_id": "1", "output": output}]},
+            "input[1].output[0]",
+            "tool",
+        ),
+    ]
+    for path, body, name, role in cases:
+        reply = server.http.post(path, json={"model": "gemma", **body})
+        message = reply.json()["error"]["message"]
+        assert reply.status_code == 400
+        assert message.startswith(f"{name}: the chat template shows no image in a message with the role {role}"), message
+
+
+def test_a_placeholder_that_the_model_draws_is_text(server):
+    """It is not taken for an image, in the same answer or when the answer is sent back."""
+    before = count(server, "culet:encoded_items_total")
+    messages = ask(image(seed=11))
+    drawn = server.chat(messages=messages, logit_bias={"112": 100}, **GREEDY).json()
+    assert drawn["usage"]["completion_tokens"] == 4
+    messages += [{"role": "assistant", "content": "<|image|><|image|>"}, {"role": "user", "content": "And now?"}]
+    assert server.chat(messages=messages, **GREEDY).status_code == 200
+    time.sleep(1.0)  # the engine reports its counts twice a second
+    assert count(server, "culet:encoded_items_total") - before == 1
+
+
+def test_the_media_of_a_request_fit_the_context(server):
+    reply = server.chat(messages=ask(*[image(seed, "high") for seed in range(3)]), **GREEDY)
+    assert (reply.status_code, "but the context holds 2048" in reply.text) == (400, True)
 
 
 def test_a_body_that_is_too_large_names_the_setting(server):

@@ -75,6 +75,7 @@ TORCH_FREE = (
             "prompt",
             "parts",
             "local",
+            "held",
         )
     ),
     *("culet.models.spec", "culet.models.checkpoint", "culet.models.variants", "culet.models.sizes"),

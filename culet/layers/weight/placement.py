@@ -58,6 +58,9 @@ class Piece:
 
     def split(self, num_rows: int) -> Iterator[Piece]:
         """Yield pieces of at most `num_rows` rows that together fill the target, or this piece if it needs all its rows."""
+        if not self.region:  # a scalar
+            yield self
+            return
         rows, *rest = self.region
         if (self.order is not None and self.dim == 0) or rows.stop - rows.start <= num_rows:
             yield self

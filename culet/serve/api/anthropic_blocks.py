@@ -77,7 +77,8 @@ def part_of(block: TextBlock | ImageBlock, where: str) -> dict[str, Any]:
     source = block.source
     if (source.data if source.type == "base64" else source.url) is None:
         raise BadRequest(f"{where}.source: got no {'data' if source.type == 'base64' else 'url'}")
-    return {"type": "image", "base64": source.data} if source.type == "base64" else {"type": "image", "url": source.url}
+    given = {"base64": source.data} if source.type == "base64" else {"url": source.url}
+    return {"type": "image", "where": where, **given}
 
 
 def result_of(block: ToolResultBlock, where: str) -> str | list[dict[str, Any]]:

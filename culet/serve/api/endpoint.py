@@ -22,17 +22,18 @@ from culet.serve.service import Service
 T = TypeVar("T", bound=Struct)
 encoder = msgspec.json.Encoder()
 _decoders: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
-_SMALL_BODY = 64 << 10  # decoded at once, whatever is in it
+SMALL_BODY = 64 << 10  # decoded at once, whatever is in it
 _MAX_PROBLEM_CHARS = 500  # of an error message, which may quote the client's own text
 # The decoder holds the GIL, so two at a time would only stop the event loop for longer.
-_decoding_thread = ThreadPoolExecutor(1, "decode")
+decoding_thread = ThreadPoolExecutor(1, "decode")
 
 
 @dataclass(frozen=True)
 class Endpoint:
     """One path and method. To refuse a request, `handle` raises a CuletError, which the middleware turns into a reply.
 
-    `body` and `answer` are the structs of the request and the answer in the OpenAPI document.
+    `body` and `answer` are the structs of the request and the answer in the OpenAPI document. `body_type` is the content type
+    that requests must have.
     """
 
     method: str
@@ -40,23 +41,24 @@ class Endpoint:
     handle: Callable[[Service, Request], Awaitable[Response]]
     body: type[Struct] | None = None
     answer: type[Struct] | None = None
+    body_type: str = "application/json"
 
 
 async def read_body(service: Service, request: Request, kind: type[T]) -> T:
     """Read the request's body as a `kind`. Raise a BadRequest if it does not match, or would take too long to decode."""
     body = await request.body()
-    if len(body) <= _SMALL_BODY:
+    if len(body) <= SMALL_BODY:
         return decode(kind, body)
     cost, max_cost = JsonCost(), service.limits.json_values
-    for begin in range(0, len(body), _SMALL_BODY):
-        cost.push(body[begin : begin + _SMALL_BODY])
+    for begin in range(0, len(body), SMALL_BODY):
+        cost.push(body[begin : begin + SMALL_BODY])
         if cost.cost > max_cost:
             raise BadRequest(
                 f"body: more than {max_cost} values, where each list or object counts as eight",
                 hint="send less at once, or raise the limit with --limits json_values=N",
             )
         await asyncio.sleep(0)  # other clients have their turn
-    return await asyncio.get_running_loop().run_in_executor(_decoding_thread, decode, kind, body)
+    return await asyncio.get_running_loop().run_in_executor(decoding_thread, decode, kind, body)
 
 
 def decode(kind: type[T], body: bytes | bytearray) -> T:

@@ -28,8 +28,8 @@ from culet.serve.process.wire import (
     Start,
     Stats,
     Stop,
-    Submit,
     report_decoder,
+    submit_frames,
 )
 from culet.types import FinishReason, Request, TokenDelta
 
@@ -223,7 +223,8 @@ class EngineClient(asyncio.Protocol):
 
     def _submit(self, stream: TokenStream) -> None:
         stream.num_submits += 1
-        self._send(Submit(stream.request))
+        for data in submit_frames(stream.request):
+            self._write(data)
 
     def _adopt(self, previous: EngineClient) -> None:
         """Take over the streams of a dead engine. Those that are not done are submitted when this engine is ready."""
@@ -275,8 +276,11 @@ class EngineClient(asyncio.Protocol):
         return self._failure or WorkerDied("the engine process has ended", hint="see the log for the reason")
 
     def _send(self, command: Command) -> None:
+        self._write(frame(command))
+
+    def _write(self, data: bytes | bytearray) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame(command))
+            self._transport.write(data)
 
     # Called by asyncio
 

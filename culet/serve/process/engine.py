@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from culet.engine.requests import RequestRules
 from culet.errors import CuletError, WorkerDied, as_culet_error, error_parts, exit_code
 from culet.frames import FrameReader, frame
 from culet.log import flush_stderr, logger, num_dropped_lines, queue_stderr, setup_logging
+from culet.media.items import MediaItem
 from culet.registry import load
 from culet.scheduler.stats import SchedulerStats
 from culet.serve.process.kv_events import KVEventPublisher, read_kv_events
@@ -33,6 +35,7 @@ from culet.serve.process.wire import (
     Command,
     Failed,
     GroupFacts,
+    Item,
     PrefixChanges,
     Ready,
     Refused,
@@ -48,6 +51,7 @@ from culet.types import FinishReason, Request, SamplingParams, TokenDelta
 
 STATS_PERIOD_S = 0.5
 _SOCKET_BUFFER_BYTES = 4 << 20
+_MAX_RECEIVED_BYTES = 4 << 20  # between two steps, so that media on their way hold up no step
 _MAX_UNSENT_BYTES = 16 << 20  # if the web process lags further behind, wait for it
 _MAX_FAILURES = 3  # the process gives up after this many failed steps without a new token in between
 _FLUSH_LIMIT_S = 5.0
@@ -86,13 +90,20 @@ class Channel:
         self._unsent = bytearray()
 
     def receive(self, *, wait: bool) -> list[Command] | None:
-        """Return the commands that have arrived, or None if the other side is gone. With `wait`, block until one arrives."""
+        """Return the commands that have arrived, or None if the other side is gone. With `wait`, block until bytes arrive.
+
+        What is left of a lot of bytes is for the next call.
+        """
         if wait:
             self._wait_readable()
         commands: list[Command] = []
+        num_left = _MAX_RECEIVED_BYTES
         try:
             while data := self._socket.recv(1 << 20):
                 commands += self._frames.push(data)
+                num_left -= len(data)
+                if num_left <= 0:
+                    return commands
         except BlockingIOError:
             return commands
         except OSError:
@@ -139,6 +150,7 @@ class EngineLoop:
         self._num_failures = 0
         self._has_failed = False  # the last step failed, and the ends of its requests are not known yet
         self._num_prompt_tokens = self._num_generated_tokens = 0
+        self._items: list[MediaItem] = []  # of the next request
         self._next_stats = 0.0
 
     def run(self) -> int:
@@ -160,8 +172,11 @@ class EngineLoop:
             self._channel.flush()
 
     def _obey(self, command: Command) -> None:
-        if isinstance(command, Submit):
-            self._submit(command.request)
+        if isinstance(command, Item):
+            self._items.append(command.item)
+        elif isinstance(command, Submit):
+            items, self._items = tuple(self._items), []
+            self._submit(replace(command.request, items=items))
         elif isinstance(command, Cancel):
             self._engine.cancel(command.request_id, command.sample, command.reason)
 

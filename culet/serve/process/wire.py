@@ -8,12 +8,15 @@ the other is gone. Nothing is unpickled. Bytes that do not match these structs a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import msgspec
 from msgspec import Struct
 
 from culet.cache.changes import PrefixChange
 from culet.config import Config
+from culet.frames import frame, frame_head
+from culet.media.items import MediaItem
 from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, ModelDefaults, Request, TokenDelta
 
@@ -43,8 +46,14 @@ class Start(Struct, tag="start", frozen=True):
     kv_events: str | None = None  # see `kv_events.py`
 
 
+class Item(Struct, tag="item", frozen=True):
+    """The content of an image, a video frame or a clip of audio of the next request. Each is a message of its own."""
+
+    item: MediaItem
+
+
 class Submit(Struct, tag="submit", frozen=True):
-    """Run a request."""
+    """Run a request, with the items that came before this message."""
 
     request: Request
 
@@ -61,7 +70,15 @@ class Stop(Struct, tag="stop", frozen=True):
     """End the process. Running requests are dropped."""
 
 
-Command = Start | Submit | Cancel | Stop
+Command = Start | Item | Submit | Cancel | Stop
+
+
+def submit_frames(request: Request) -> Iterator[bytes | bytearray]:
+    """Yield the bytes that submit a request. The content of its media is not copied, because that may take long."""
+    for item in request.items:
+        yield frame_head(Item(replace(item, data=b"")), len(item.data))
+        yield item.data
+    yield frame(Submit(replace(request, items=())))
 
 
 # From the engine process

@@ -92,7 +92,7 @@ class PromptEncoder:
             token_ids = await self._texts.run(partial(encode, taken), max(0, num_bytes - count_bytes(sources)))
         if not sources:
             return ExpandedPrompt(token_ids, (), ())
-        found = await self._media.read(sources)
+        found = await self._media.read(sources, limit)
         spec, tokenizer = self._media.spec, self._tokenizer
         return await self._texts.run(lambda stopper: expand_prompt(token_ids, found, spec, tokenizer.encode), 0)
 

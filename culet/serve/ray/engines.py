@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -179,7 +180,8 @@ class RayEngines:
         request = stream.request
         content = PrefixContent(request.cache_salt, request.media)
         left_s = _DEFAULT_LEFT_S if request.deadline is None else max(0.0, request.deadline - time.monotonic())
-        payload = msgspec.msgpack.encode(Order(request, left_s))
+        encode = partial(msgspec.msgpack.encode, Order(request, left_s))
+        payload = await asyncio.to_thread(encode) if request.items else encode()  # media may be megabytes
         parts = self._handle.options(stream=True).generate.remote(self._route(request, content), payload)
         place: _Known | None = None
         has_begun = is_over = False

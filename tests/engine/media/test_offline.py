@@ -118,6 +118,21 @@ def test_a_typed_placeholder_is_no_medium(llm, pixels):
     assert 112 not in plain.prompt_token_ids
 
 
+def test_a_template_may_show_media_anywhere(folder, pixels, tmp_path):
+    """The built-in template shows none in system messages and results of tools. Another one decides for itself."""
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{{ bos_token }}{% for message in messages %}<|turn>{{ message['role'] }}\n"
+        "{% for part in message['content'] %}{{ part['text'] if part['type'] == 'text' else '<|image|>' }}{% endfor %}"
+        "<turn|>\n{% endfor %}"
+    )
+    image = {"type": "image", "image": pixels, "detail": "low"}
+    messages = [{"role": role, "content": [image]} for role in ("system", "user")]
+    with LLM(str(folder), device="cpu", max_model_len=512, chat_template=str(template)) as other:
+        result = other.chat(messages, PARAMS, use_tqdm=False)[0]
+    assert result.prompt_token_ids.count(112) == 2 * 60
+
+
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [

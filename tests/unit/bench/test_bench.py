@@ -30,6 +30,7 @@ from culet.models.random_checkpoint import RandomDraw, random_name, reduce_depth
 from culet.models.random_weights import draw_model
 from culet.models.sizes import text_weights
 from culet.models.spec import ModelSpec, read_spec
+from culet.models.towers.spec import read_towers
 from culet.models.variants import VARIANTS
 from culet.testing.tiny import SHAPES as TINY
 from culet.testing.tiny import write_checkpoint
@@ -146,8 +147,30 @@ def test_standard_rows() -> None:
     assert all(set(anchors) == set(rows) for anchors in SERVING.values())
 
 
+def test_rows_with_images() -> None:
+    (row,) = parse_rows("image:8x2@280+64")
+    assert (row.label, row.image_tokens, row.unit) == ("image:8x2@280+64", 266, "ms")
+    assert row.prompt_len == 2 * (266 + 2) + 32
+    vision = read_towers(VARIANTS["31B"]).vision
+    setting = report.Setting("random:31B", spec_of("31B"), "H200", H200, "bfloat16", True, {}, {}, vision)
+    assert setting.floor(row) == pytest.approx(1e3 * 3.33e12 / H200.flops_per_s, rel=0.01)
+
+
 @pytest.mark.parametrize(
-    "text", ["", ",", "tpots", "tpot:8", "tpot:8x100", "ttft:1x5+3", "tpot:1x10+1", "tpot:0x9+9", "ttft:1x0"]
+    "text",
+    [
+        "",
+        ",",
+        "tpots",
+        "tpot:8",
+        "tpot:8x100",
+        "ttft:1x5+3",
+        "tpot:1x10+1",
+        "tpot:0x9+9",
+        "ttft:1x0",
+        "image:1x1@99+4",
+        "image:1x0@70+4",
+    ],
 )
 def test_bad_rows(text: str) -> None:
     with pytest.raises(ConfigError, match="rows: got") as caught:

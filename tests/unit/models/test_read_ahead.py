@@ -38,6 +38,7 @@ def test_every_kind_of_piece_arrives(tmp_path: Path) -> None:
     order, columns = torch.randperm(60), torch.randperm(200)
     plain, rows, cols, part = torch.empty(60, 200), torch.empty(60, 200), torch.empty(60, 200), torch.empty(20, 200)
     experts, narrow = torch.empty(9, 20, 30).bfloat16(), torch.empty(9, 20, 10).bfloat16()
+    scalar = torch.empty(())
     widened, doubled, scale, one = torch.empty(50, 100), torch.empty(60, 200), torch.empty(60), torch.empty(())
 
     def convert(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -56,6 +57,7 @@ def test_every_kind_of_piece_arrives(tmp_path: Path) -> None:
         ("stack", Placement((9, 20, 30), (Piece(experts, whole((9, 20, 30))), Piece(narrow, (*whole((9, 20)), slice(5, 15)))))),
         ("halves", Placement((50, 100), (Piece(widened, whole((50, 100))),))),
         ("number", Placement((), (ConvertedPiece(one, (...,), convert=lambda value: (value,)),))),  # type: ignore[arg-type]
+        ("number", Placement((), (Piece(scalar, whole(())),))),
     ]
     reads = [read for name, placement in placed for read in plan_reads(headers[name], placement)]
     assert len(reads) > 60
@@ -69,7 +71,7 @@ def test_every_kind_of_piece_arrives(tmp_path: Path) -> None:
     assert torch.equal(experts, stack)
     assert torch.equal(narrow, stack[..., 5:15])
     assert torch.equal(widened, halves.float())
-    assert one == 3.5
+    assert one == scalar == 3.5
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-weights")]
 
 

@@ -118,7 +118,8 @@ async def generate(service: Service, request: Request) -> Response:
         open_generation = await _open_raw(service, body, params, origin)
     else:
         system = [{"role": "system", "content": body.system}] if body.system else []
-        messages: list[dict[str, Any]] = [*system, {"role": "user", "content": with_images(body.prompt, body.images)}]
+        asked: dict[str, Any] = {"role": "user", "content": with_images(body.prompt, body.images, "images")}
+        messages = [*system, asked]
         prepared = await prepare(service, messages, params, enable_thinking=read_thinking(service, body).is_on, clamp=True)
         open_generation = partial(prepared.open, GENERATE, origin)
     return await _answer(service, request, body, open_generation, lines)

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from culet import __version__
 from culet.errors import UnsupportedError
+from culet.media.items import MediaKind
 from culet.models.checkpoint import Checkpoint
 from culet.models.sizes import text_weights
 from culet.serve.api.endpoint import Endpoint, json_response, read_body
@@ -147,7 +148,7 @@ async def show(service: Service, request: Request) -> Response:
         template=service.template.source,
         details=_details(service),
         model_info=info,
-        capabilities=["completion", "tools", "thinking"],
+        capabilities=["completion", "tools", "thinking", *(["vision"] if MediaKind.IMAGE in service.media.spec.kinds else [])],
         modified_at=_started_at(service),
     )
     return json_response(answer)

@@ -150,8 +150,9 @@ def _read_format(given: Raw | UnsetType) -> GrammarSpec | None:
 def read_messages(body: OllamaChatRequest) -> list[dict[str, Any]]:
     """Return the conversation as chat messages."""
     messages = []
-    for message in body.messages or ():
-        given: dict[str, Any] = {"role": message.role, "content": with_images(message.content or "", message.images)}
+    for index, message in enumerate(body.messages or ()):
+        content = with_images(message.content or "", message.images, f"messages[{index}].images")
+        given: dict[str, Any] = {"role": message.role, "content": content}
         if message.thinking:
             given["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -178,11 +179,12 @@ def _past_call(call: PastCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def with_images(text: str, images: Images) -> str | list[dict[str, Any]]:
-    """Return the content of a message. Its images, which are base64, come first."""
+def with_images(text: str, images: Images, where: str) -> str | list[dict[str, Any]]:
+    """Return the content of a message. Its images, which are base64, come first. `where` names them in errors."""
     if not images:
         return text
-    return [*({"type": "image", "base64": image} for image in images), {"type": "text", "text": text}]
+    parts = [{"type": "image", "base64": image, "where": f"{where}[{index}]"} for index, image in enumerate(images)]
+    return [*parts, {"type": "text", "text": text}]
 
 
 def find_model(service: Service, name: str) -> str:

@@ -152,11 +152,13 @@ def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
         elif item.type == "function_call_output":
             if item.call_id is None:
                 raise BadRequest(f"{where}.call_id: the id of the call is required")
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content_of(item.output)})
+            messages.append(
+                {"role": "tool", "tool_call_id": item.call_id, "content": content_of(item.output, f"{where}.output")}
+            )
         elif item.type == "function_call":
             _add_call(messages, item, where)
         else:
-            message: dict[str, Any] = {"role": item.role or "user", "content": content_of(item.content)}
+            message: dict[str, Any] = {"role": item.role or "user", "content": content_of(item.content, f"{where}.content")}
             messages.append(message)
         if thought and item.type != "reasoning" and messages[-1]["role"] == "assistant":
             messages[-1].setdefault("reasoning_content", thought)
@@ -176,11 +178,14 @@ def _add_call(messages: list[dict[str, Any]], item: InputItem, where: str) -> No
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def content_of(content: str | list[ResponsesPart] | None) -> str | list[dict[str, Any]]:
-    """Return an item's content as text, or as parts if it has media."""
+def content_of(content: str | list[ResponsesPart] | None, where: str) -> str | list[dict[str, Any]]:
+    """Return an item's content as text, or as parts if it has media. `where` names the content in errors."""
     if content is None or isinstance(content, str) or not any(part.type in MEDIA for part in content):
         return text_of(content)
-    return [to_builtins(part) if part.type in MEDIA else {"type": "text", "text": text_of([part])} for part in content]
+    return [
+        to_builtins(part) | {"where": f"{where}[{index}]"} if part.type in MEDIA else {"type": "text", "text": text_of([part])}
+        for index, part in enumerate(content)
+    ]
 
 
 def text_of(content: str | list[ResponsesPart] | None) -> str:
