@@ -35,6 +35,7 @@ def culet(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str
     return out, err
 
 
+@pytest.mark.slow
 def test_generate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ("--image", str(folder / "red.png"), "--image", str(folder / "red.png"), "--audio", str(folder / "tone.wav"))
     out, _ = culet(capsys, "generate", "What is it?", *files, "-m", str(folder), "--json", *GREEDY)

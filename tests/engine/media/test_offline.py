@@ -15,8 +15,10 @@ from PIL import Image
 
 from culet import LLM, SamplingParams
 from culet.engine.async_llm import AsyncLLM
+from culet.engine.prompts import PromptReader
 from culet.errors import BadRequest, UserError
 from culet.testing.tiny import write_checkpoint
+from culet.text.template import ChatTemplate
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 LIMITS = {"image": 3, "video": 1}
@@ -118,19 +120,19 @@ def test_a_typed_placeholder_is_no_medium(llm, pixels):
     assert 112 not in plain.prompt_token_ids
 
 
-def test_a_template_may_show_media_anywhere(folder, pixels, tmp_path):
+def test_a_template_may_show_media_anywhere(llm, pixels):
     """The built-in template shows none in system messages and results of tools. Another one decides for itself."""
-    template = tmp_path / "template.jinja"
-    template.write_text(
+    source = (
         "{{ bos_token }}{% for message in messages %}<|turn>{{ message['role'] }}\n"
         "{% for part in message['content'] %}{{ part['text'] if part['type'] == 'text' else '<|image|>' }}{% endfor %}"
         "<turn|>\n{% endfor %}"
     )
+    template = ChatTemplate({"default": source}, origin="test", empty_thought=False)
     image = {"type": "image", "image": pixels, "detail": "low"}
     messages = [{"role": role, "content": [image]} for role in ("system", "user")]
-    with LLM(str(folder), device="cpu", max_model_len=512, chat_template=str(template)) as other:
-        result = other.chat(messages, PARAMS, use_tqdm=False)[0]
-    assert result.prompt_token_ids.count(112) == 2 * 60
+    prompt = PromptReader(llm.engine.tokenizer, template, llm.engine.media).render(messages, None, enable_thinking=False)
+    template.close()
+    assert [span.length for span in prompt.media] == [60, 60]
 
 
 @pytest.mark.parametrize(
