@@ -107,8 +107,8 @@ def main() -> None:
                 measured, cpu_seconds, texts = server.load(options.requests, options.clients, options.tokens)
                 answers.append(texts)
                 if number:  # the first round warms up
-                    rate.append(measured)
-                    taken.append(cpu_seconds)
+                    rate.append(round(measured, 1))
+                    taken.append(round(cpu_seconds, 2))
             assert answers[0] == answers[1], "the answers differ"
         best, least = [max(rate) for rate in rates], [min(taken) for taken in seconds]
         result = {

@@ -228,13 +228,18 @@ class DraftConfig:
         return None if self.speculative_config is None else read_draft_choice(self.speculative_config)
 
 
+NCCL = "nccl"
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """How many GPUs share one model."""
 
     tensor_parallel_size: int = option(1, "Number of GPUs, or processes on a CPU, that share each layer; not for E2B and E4B.")
     all_reduce: str = option(
-        "auto", "How GPUs add their sums: auto (NCCL), or symmetric memory (not measured yet).", choices=("auto", "symmetric")
+        "auto",
+        "How GPUs add their sums: auto (symmetric memory where a test at start is right, otherwise NCCL) or nccl.",
+        choices=("auto", NCCL),
     )
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from culet.cache.pool import Pool
-from culet.config import Config, build_config
+from culet.config import NCCL, Config, build_config
 from culet.drafters.base import Drafter
 from culet.engine import memory
 from culet.engine.drafting import PROBE_PROMPT, ReadBytes, draft_policy, run_probe
@@ -37,6 +37,9 @@ from culet.models.towers.towers import Towers, load_towers
 from culet.models.weight_files import weight_files
 from culet.models.weights import explain_not_finite, load_model
 from culet.parallel.group import RankGroup
+from culet.parallel.reduce.choice import LIBRARY_ALONE, Reductions
+from culet.parallel.reduce.probe import probe
+from culet.parallel.reduce.symmetric import may_overlap
 from culet.runner.captures import Captures
 from culet.runner.media.step_media import ImageMask, image_mask, placeholder_ids
 from culet.runner.runner import Runner
@@ -147,22 +150,26 @@ def _build_elsewhere(setup: Setup, make_worker: MakeWorker, times: StartTimes) -
 def _build_ranks(setup: Setup, times: StartTimes) -> _Built:
     """Start a process for each rank. On a GPU, the ranks measure how much KV cache fits, and the smallest counts."""
     with times.part("ranks"):
-        settings = given_settings(setup.config)
-        builder = "culet.engine.build:build_rank"
-        worker = ProcessWorker(builder, num_ranks=setup.rank.size, settings=settings, num_slabs=_planned_slabs(setup))
-    _explain_reductions(setup)
+        given = {"settings": given_settings(setup.config), "num_slabs": _planned_slabs(setup)}
+        reductions = asdict(_choose_reductions(setup))
+        worker = ProcessWorker("culet.engine.build:build_rank", num_ranks=setup.rank.size, reductions=reductions, **given)
     max_model_len = _resolve_max_model_len(setup, worker.num_slabs)
     return _Built(worker, worker.num_slabs, max_model_len, _read_elsewhere(setup), None)
 
 
-def _explain_reductions(setup: Setup) -> None:
-    unmeasured = "Culet has not been measured on several GPUs yet"
+def _choose_reductions(setup: Setup) -> Reductions:
+    """Return how the ranks add their terms. The GPUs are probed unless NCCL is requested."""
     if not setup.is_gpu:
         chose("reductions", "gloo", "the ranks are processes on a CPU")
-    elif setup.config.parallel.all_reduce == "symmetric":
-        chose("reductions", "symmetric memory", f"requested, and a test at start was right; {unmeasured}")
-    else:
-        chose("reductions", "NCCL", f"--all-reduce symmetric may be faster; {unmeasured}")
+        return LIBRARY_ALONE
+    if setup.config.parallel.all_reduce == NCCL:
+        chose("reductions", "NCCL", "requested")
+        return LIBRARY_ALONE
+    reductions = probe(setup.rank.size, has_nccl=not may_overlap())
+    if not (reductions.has_nccl or reductions.has_torch_ops):
+        raise ConfigError(f"ranks that share a GPU need symmetric memory: {reductions.reason}", hint="use more GPUs")
+    chose("reductions", reductions.names, f"{reductions.reason} (Culet has not been measured on several GPUs yet)")
+    return reductions
 
 
 def _read_elsewhere(setup: Setup) -> ReadBytes | None:
@@ -189,14 +196,21 @@ def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int
     return runner
 
 
-def build_rank(settings: Mapping[str, Any], num_slabs: int | None, rank_index: int, meeting_file: str) -> Runner:
+def build_rank(
+    settings: Mapping[str, Any],
+    num_slabs: int | None,
+    reductions: Mapping[str, Any],
+    rank_index: int,
+    meeting_file: str,
+) -> Runner:
     """Build the runner of one rank. If `num_slabs` is None, measure how many fit on every rank."""
     setup = resolve(build_config(settings), rank_index)
     if not setup.is_gpu:
         torch.set_num_threads(max(1, torch.get_num_threads() // setup.rank.size))
-    is_symmetric = setup.config.parallel.all_reduce == "symmetric"
-    group = RankGroup.join(setup.rank, meeting_file, setup.device, is_symmetric=is_symmetric)
+    group = RankGroup.join(setup.rank, meeting_file, setup.device)
     group.check_same(_facts_of_rank(setup, settings))
+    num_columns = setup.spec.hidden_size * (1 if setup.spec.moe is None else 2)  # an MLP's row, and the experts' beside it
+    group.use(Reductions(**reductions), setup.device, num_columns, setup.dtype)
     return build_in_group(setup, group, num_slabs)
 
 

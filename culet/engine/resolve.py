@@ -23,7 +23,7 @@ from culet.models.checkpoint import Checkpoint, open_checkpoint
 from culet.models.sizes import check_ranks
 from culet.models.spec import ModelSpec
 from culet.parallel.rank import ONLY_RANK, Rank
-from culet.parallel.symmetric import may_overlap
+from culet.parallel.reduce.symmetric import may_overlap
 from culet.registry import load
 
 CPU_MAX_NUM_SEQS = 32

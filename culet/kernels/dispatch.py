@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from culet.kernels.eager import draft_round, fixed_step, fused, ops, sampling, token_shares, towers
+from culet.kernels.eager import draft_round, fixed_step, fused, ops, ranks, sampling, token_shares, towers
 from culet.log import logger
 from culet.registry import lookup
 
@@ -68,7 +68,7 @@ def eager_ops() -> dict[str, Any]:
     """Return the eager twin of every op, by name."""
     return {
         name: value
-        for module in (ops, fused, draft_round, sampling, fixed_step, token_shares, towers)
+        for module in (ops, fused, draft_round, sampling, fixed_step, ranks, token_shares, towers)
         for name, value in vars(module).items()
         if isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }

@@ -18,7 +18,7 @@ from culet.layers.rope import plain_first, rotated_first
 from culet.layers.weight.base import MatrixLayout, Projection, Split
 from culet.layers.weight.weights import Weights
 from culet.parallel.rank import Rank
-from culet.parallel.reduce import PartialSum, join_shares
+from culet.parallel.reduce.parts import PartialSum, join_shares
 
 MAX_E4M3 = 448.0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 
 from torch import Tensor, nn
 
@@ -23,7 +24,8 @@ from culet.layers.rope import inverse_frequencies
 from culet.layers.weight.base import Matrix, Projection, Split
 from culet.layers.weight.weights import Weights
 from culet.models.spec import LayerSpec, ModelSpec, RopeSpec
-from culet.parallel.reduce import join_columns
+from culet.parallel.reduce.norms import RankNorms
+from culet.parallel.reduce.parts import AllReduce, join_columns
 
 LOGITS_ROWS = 256  # rows of logits that callers compute at a time, which take 256 MiB at Gemma's vocabulary
 AFTER_FINAL_NORM = -1  # the tap for the hidden state after the final norm
@@ -65,6 +67,7 @@ class DecoderLayer(Layer):
     def __init__(self, spec: ModelSpec, layer: LayerSpec, rope_kind: int, *, weights: Weights, latent: bool) -> None:
         super().__init__()
         self.ops = weights.ops
+        self.norms: ModuleType | RankNorms = self.ops  # those after attention, MLP and experts
         self.eps, size = spec.rms_eps, spec.hidden_size
         heads = HeadShape(
             num_heads=layer.num_heads,
@@ -95,6 +98,14 @@ class DecoderLayer(Layer):
             self.ple_projection = weights.matrix(Projection("per_layer_projection", size), num_columns=spec.ple_dim)
             self.post_ple_norm = weights.vector("post_per_layer_input_norm.weight", size)
 
+    def fuse_sums(self, all_reduce: AllReduce) -> None:
+        """Leave the sums over ranks to the norms, which can add the terms of few tokens themselves."""
+        weights = [self.attention.out, self.mlp.down, *([] if self.experts is None else [self.experts.stack])]
+        if all(weight.can_leave_sum for weight in weights):
+            for weight in weights:
+                weight.leave_sum()
+            self.norms = RankNorms(self.ops, all_reduce)
+
     def forward(
         self,
         x_TD: Tensor,
@@ -112,23 +123,24 @@ class DecoderLayer(Layer):
 
         Every branch (attention, MLP, experts, per-layer embedding) ends in a PartialSum that the following norm adds up.
         """
-        ops, eps = self.ops, self.eps
+        norms, eps = self.norms, self.eps
         attended = self.attention(normed_TD, shared, whole)
         if not x_TD.shape[0]:
             return x_TD, None
         if self.experts is not None:
             pre_norms = self.pre_mlp_norm, self.pre_experts_norm
-            x_TD, normed, for_experts = ops.residual_norm_two(x_TD, attended, self.post_attention_norm, *pre_norms, eps)
+            x_TD, normed, for_experts = norms.residual_norm_two(x_TD, attended, self.post_attention_norm, *pre_norms, eps)
             weights = self.post_dense_norm, self.post_experts_norm, self.post_mlp_norm
             dense, routed = self.mlp(normed), self.experts(x_TD, for_experts)
-            return ops.residual_norm_joint(x_TD, dense, routed, weights, self.scalar, next_norm_D, eps)
-        x_TD, normed = ops.residual_norm(x_TD, attended, self.post_attention_norm, None, self.pre_mlp_norm, eps)
+            return norms.residual_norm_joint(x_TD, dense, routed, weights, self.scalar, next_norm_D, eps)
+        x_TD, normed = norms.residual_norm(x_TD, attended, self.post_attention_norm, None, self.pre_mlp_norm, eps)
         out = self.mlp(normed)
         if ple_TP is None:
-            return ops.residual_norm(x_TD, out, self.post_mlp_norm, self.scalar, next_norm_D, eps)
-        x_TD, _ = ops.residual_norm(x_TD, out, self.post_mlp_norm, None, None, eps)
+            return norms.residual_norm(x_TD, out, self.post_mlp_norm, self.scalar, next_norm_D, eps)
+        x_TD, _ = norms.residual_norm(x_TD, out, self.post_mlp_norm, None, None, eps)
         extra = self.ple_projection.linear_parts(self.ple_gate.linear_gelu_times(x_TD, ple_TP))
-        return ops.residual_norm(x_TD, extra, self.post_ple_norm, self.scalar, next_norm_D, eps)
+        # Every rank has the whole per-layer projection.
+        return self.ops.residual_norm(x_TD, extra, self.post_ple_norm, self.scalar, next_norm_D, eps)
 
 
 class Gemma4(Layer):
@@ -153,6 +165,9 @@ class Gemma4(Layer):
             layers.append(DecoderLayer(spec, layer, kind, weights=weights.below(f"layers.{layer.index}."), latent=latent))
         self.layers = nn.ModuleList(layers)
         self._layers = layers  # the same layers, typed and faster to iterate over
+        if weights.all_reduce is not None:
+            for decoder_layer in layers:
+                decoder_layer.fuse_sums(weights.all_reduce)
         self._rehearsed: frozenset[int] | None = None  # the layers that run; None means all
         for layer in spec.layers:
             if not layer.owns_kv:

@@ -26,7 +26,7 @@ else:
     from culet.kernels.triton.attention.prefill import prefill_attention, query_tiles
     from culet.kernels.triton.attention.tiles import DecodeTile, PrefillTile
     from culet.kernels.types import PagedKV, RaggedRows, TokenShare
-    from culet.parallel.reduce import join_shares
+    from culet.parallel.reduce.parts import join_shares
 
     RUN = 16
     SHAPES = {

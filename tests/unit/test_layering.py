@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "media": (),
     "structured": ("text",),
     "kernels": (),
-    "parallel": (),
+    "parallel": ("kernels",),
     "cache": ("kernels",),
     "attention": ("kernels", "cache"),
     "layers": ("parallel", "attention"),

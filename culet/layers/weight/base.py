@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from culet.kernels.types import BlockShape, BlockStart, Candidates, HeadShape
 from culet.layers.layer import Layer
 from culet.layers.weight.placement import Placement
 from culet.parallel.rank import ONLY_RANK, Rank
-from culet.parallel.reduce import AllReduce, PartialSum, join_parts
+from culet.parallel.reduce.parts import AllReduce, PartialSum, join_parts
 
 
 class Split(Enum):
@@ -103,6 +103,14 @@ def local_order(order: Tensor | None, cut: slice) -> Tensor | None:
 
 class Weight(Layer, ABC):
     """A weight of any format."""
+
+    all_reduce: AllReduce | None = None  # adds its partial sums over all ranks, or None if there is nothing to add
+    can_leave_sum: ClassVar[bool] = True  # False if the format changes the sum
+
+    def leave_sum(self) -> None:
+        """Make products of this rank's part stay its own term of the sum. Their reader adds those of all ranks."""
+        assert self.can_leave_sum
+        self.all_reduce = None
 
     @abstractmethod
     def own_placements(self) -> Iterator[tuple[str, Placement]]:

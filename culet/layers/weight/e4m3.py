@@ -14,7 +14,7 @@ from culet.kernels.types import Candidates
 from culet.layers.weight.base import Table, join_candidates
 from culet.layers.weight.placement import Placement
 from culet.layers.weight.plain import PlainTable
-from culet.parallel.reduce import join_columns
+from culet.parallel.reduce.parts import join_columns
 
 _ROWS_AT_ONCE = 16384
 _MIN_SCALE = 1e-12  # used for a row of zeros

@@ -29,7 +29,7 @@ from culet.layers.weight.base import (
     local_order,
 )
 from culet.layers.weight.placement import Piece, Placement, whole
-from culet.parallel.reduce import PartialSum, join_columns, join_parts
+from culet.parallel.reduce.parts import PartialSum, join_columns, join_parts
 
 
 def empty_matrix(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -32,7 +32,7 @@ from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import _match_names, load_weights
 from culet.parallel.rank import Rank
-from culet.parallel.reduce import join_parts
+from culet.parallel.reduce.parts import join_parts
 from tests.models import tiny_checkpoints as tiny
 
 CPU = torch.device("cpu")
@@ -75,6 +75,9 @@ class Reduction:
 
     def gather(self, part: Tensor) -> Tensor:
         return self._meeting.gather(self._index, part)
+
+    def peers_for(self, num_tokens: int, num_columns: int) -> None:
+        return None
 
 
 def on_rank(index: int, size: int) -> Weights:
@@ -382,26 +385,40 @@ def test_parts_of_several_ranks_meet_before_the_norm() -> None:
     torch.testing.assert_close(joined, parts.sum(0) + 10)
 
 
-@pytest.mark.parametrize("shape", ["E2B", "26B-A4B"])
+class CountedReduction:
+    """An all-reduce of one rank that notes the shapes and adds nothing."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, part: Tensor) -> Tensor:
+        self.shapes.append(tuple(part.shape))
+        return part
+
+    def peers_for(self, num_tokens: int, num_columns: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize("shape", ["12B", "26B-A4B"])
 def test_what_is_reduced_in_a_layer(shape: str) -> None:
-    """Attention's output, the MLP and the experts are each reduced once. Nothing else in a layer is."""
-    reduced: list[tuple[int, ...]] = []
-
-    def all_reduce(x: Tensor) -> Tensor:
-        reduced.append(tuple(x.shape))
-        return x
-
+    """Attention's output, the MLP and the experts are each reduced once, by the norm that reads them. Nothing else is."""
+    reduction = CountedReduction()
     spec = open_checkpoint(str(tiny.checkpoint_folder(shape))).spec
-    layer = Gemma4(spec, Weights(torch.float32, CPU, rank=Rank(0, 2), all_reduce=all_reduce))._layers[0]
+    layer = Gemma4(spec, Weights(torch.float32, CPU, rank=Rank(0, 2), all_reduce=reduction))._layers[0]
     for parameter in layer.parameters():
         parameter.fill_(0.01)
-    x, width = torch.randn(3, spec.hidden_size), layer.attention.out.tensor.shape[1]
-    layer.attention.out.linear_parts(torch.randn(3, width))
-    layer.mlp(x)
+    x, w, width = torch.randn(3, spec.hidden_size), layer.input_norm, layer.attention.out.tensor.shape[1]
+    attended, dense = layer.attention.out.linear_parts(torch.randn(3, width)), layer.mlp(x)
     layer.attention.qkv.linear_parts(x)
-    if layer.experts is not None:
-        layer.experts(x, x)
-    assert reduced == [(3, spec.hidden_size)] * (2 if layer.experts is None else 3)
+    routed = None if layer.experts is None else layer.experts(x, x)
+    assert not reduction.shapes, "the sums are left to the norms"
+    if routed is None:
+        layer.norms.residual_norm(x, attended, w, None, w, 1e-6)
+        layer.norms.residual_norm(x, dense, w, layer.scalar, None, 1e-6)
+    else:
+        layer.norms.residual_norm_two(x, attended, w, w, w, 1e-6)
+        layer.norms.residual_norm_joint(x, dense, routed, (w, w, w), layer.scalar, w, 1e-6)
+    assert reduction.shapes == [(3, spec.hidden_size)] * (2 if routed is None else 3)
 
 
 def test_several_ranks_need_an_all_reduce() -> None:

@@ -31,7 +31,7 @@ from culet.layers.weight.placement import Placement
 from culet.layers.weight.quantised.cut import Cut, cuts_of
 from culet.layers.weight.quantised.forms import Form, Fp8
 from culet.layers.weight.quantised.sources import Source
-from culet.parallel.reduce import PartialSum, join_columns, join_parts
+from culet.parallel.reduce.parts import PartialSum, join_columns, join_parts
 
 
 class Tensors(Layer):

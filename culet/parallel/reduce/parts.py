@@ -1,4 +1,4 @@
-"""Add partial sums, from split-K kernels today and from ranks later.
+"""Add partial sums of split-K kernels and of ranks.
 
 A product with a weight can arrive as parts that still have to be added:
 
@@ -8,8 +8,8 @@ A product with a weight can arrive as parts that still have to be added:
 
 All kinds are handled here, between the product and the norm that follows. Attention's output projection, the MLP's down
 projection, the experts and the per-layer projection all return a `PartialSum`. The kernels of the norm add its parts. With
-several ranks, the all-reduce goes into `join_parts`. A kernel that fuses all-reduce and norm replaces both the producer and
-the reader of this type.
+several ranks, `join_parts` adds their terms, unless the weight leaves that to its reader (`Weight.leave_sum`). That reader is a
+norm of `RankNorms`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import NewType, Protocol
 import torch
 from torch import Tensor
 
-# [T, D], or [S, T, D] if the reader has to add the S parts.
+from culet.kernels.types import PeerBuffers
+
+# [T, D], or [S, T, D] if the reader has to add the S parts. It is one rank's term if the weight leaves the sum to its reader.
 PartialSum = NewType("PartialSum", Tensor)
 
 
@@ -31,6 +33,9 @@ class AllReduce(Protocol):
 
     def gather(self, part: Tensor, /) -> Tensor:
         """Return the tensors of all ranks, stacked in the order of their ranks."""
+
+    def peers_for(self, num_tokens: int, num_columns: int) -> PeerBuffers | None:
+        """Return the buffers for a sum that is fused with its reader. None if it is too large, or if that is not possible."""
 
     def alone(self) -> AbstractContextManager[None]:
         """Return a context in which this rank does not wait for the others. Sums and gathered tensors are meaningless."""
