@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from culet.config import build_config
-from culet.engine.build import build_in_group
+from culet.engine.build.worker import build_in_group
 from culet.engine.engine import Engine
 from culet.engine.resolve import resolve
 from culet.models.checkpoint import open_checkpoint

@@ -77,39 +77,12 @@ def _sum_norms_kernel(
 
 @triton.jit(do_not_specialize=["rank", "num_rows"])
 def _residual_norm_kernel(
-    x,
-    delta,
-    other,
-    weight,
-    delta_weight,
-    other_weight,
-    scalar,
-    next_a,
-    next_b,
-    out,
-    out_a,
-    out_b,
-    addresses,
-    turns,
-    rank,
-    num_rows,
-    row_stride,
-    x_stride,
-    delta_stride,
-    part_stride,
-    other_stride,
-    D: tl.constexpr,
-    eps: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_SCALAR: tl.constexpr,
-    NUM_NEXT: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    PUSH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    x, delta, other, weight, delta_weight, other_weight, scalar, next_a, next_b, out, out_a, out_b,
+    addresses, turns, rank, num_rows, row_stride, x_stride, delta_stride, part_stride, other_stride,
+    D: tl.constexpr, eps: tl.constexpr, IS_JOINT: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SCALAR: tl.constexpr,
+    NUM_NEXT: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_RANKS: tl.constexpr, PUSH: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Compute any residual norm of this file. The outputs are contiguous [T, D]. delta is the sum of its parts.
 
     With several ranks, delta and other are summed over the ranks before anything else.
