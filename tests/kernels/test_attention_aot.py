@@ -97,7 +97,7 @@ def test_tiles_fit(name: str, capability: int) -> None:
     check_decode(ALL_SHAPES[name], capability, 1)
 
 
-@pytest.mark.parametrize(("capability", "num_rows"), [(89, 8), (90, 32)])
+@pytest.mark.parametrize(("capability", "num_rows"), [pytest.param(89, 8, marks=pytest.mark.slow), (90, 32)])
 def test_a_drafters_block_fits(capability: int, num_rows: int) -> None:
     """16 tokens of the 31B's DFlash drafter, which attend to each other in both directions."""
     shape = AttentionShape(64, 8, 128, None, False, 640)
@@ -137,7 +137,9 @@ def test_prefill_tile_fits_the_smallest_shared_memory() -> None:
     check_prefill(SHAPES["31B.global"], 89, with_fresh=False)
 
 
-@pytest.mark.parametrize("name", ["31B.sliding", "E4B.global", pytest.param("31B.global", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["E4B.global", *(pytest.param(name, marks=pytest.mark.slow) for name in ("31B.sliding", "31B.global"))]
+)
 def test_float32_fits_too(name: str) -> None:
     """A cache of four-byte elements on an H200, which is assumed if there is no GPU."""
     q_TNH, kv, rows = on_meta(ALL_SHAPES[name], 4, 1)
@@ -224,7 +226,7 @@ def test_rows_are_split_by_waves(unsplit: int, programs: int, splits: int) -> No
 FP8 = torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize(("name", "capability"), [("31B.global", 89), ("31B.sliding", 90)])
+@pytest.mark.parametrize(("name", "capability"), [("31B.global", 89), pytest.param("31B.sliding", 90, marks=pytest.mark.slow)])
 def test_fp8_pages_fit(name: str, capability: int) -> None:
     check_decode(SHAPES[name], capability, 1, FP8)
     check_prefill(SHAPES[name], capability, with_fresh=True, dtype=FP8)

@@ -201,7 +201,7 @@ def test_an_empty_answer_after_a_thought_says_so(scripted: Callable[..., Running
 
 
 def test_min_tokens_in_every_api(tiny: Running, mark: Callable[[str], str]) -> None:
-    bias = {mark("<turn|>"): 18.0}
+    bias = {mark("<turn|>"): 100.0}
     fields: Any = {"min_tokens": 12, "max_tokens": 40}
     usage = tiny.chat(messages=HELLO, **fields, logit_bias=bias).json()["usage"]
     assert usage["completion_tokens"] == 13
