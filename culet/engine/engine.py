@@ -14,8 +14,8 @@ from typing import Any
 from culet.cache.prefix import PrefixCache
 from culet.cache.spec import CacheLayout
 from culet.config import Config
-from culet.engine.build.parts import build_parts, finish_start
-from culet.engine.build.worker import MakeWorker
+from culet.engine.start.parts import build_parts, finish_start
+from culet.engine.start.worker import MakeWorker
 from culet.errors import BadRequest
 from culet.runner.worker import LaunchedStep
 from culet.scheduler.stats import SchedulerStats

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from culet.config import build_config
-from culet.engine.build.worker import build_in_group
 from culet.engine.engine import Engine
 from culet.engine.resolve import resolve
+from culet.engine.start.worker import build_in_group
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model

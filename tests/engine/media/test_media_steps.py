@@ -13,8 +13,8 @@ import torch
 from culet.attention.torch_cpu import TorchCPUBackend
 from culet.cache.spec import plan_cache
 from culet.config import ScheduleConfig, build_config
-from culet.engine.build.rehearsal import Rehearsal
 from culet.engine.engine import Engine
+from culet.engine.start.rehearsal import Rehearsal
 from culet.frames import FrameReader
 from culet.media.items import MediaItem, MediaKind
 from culet.models.checkpoint import open_checkpoint
@@ -74,7 +74,7 @@ def test_towers_in_another_process() -> None:
 
     def make_worker(num_slabs: int, max_model_len: int) -> ProcessWorker:
         arguments = {"settings": settings, "num_slabs": num_slabs, "max_model_len": max_model_len}
-        return ProcessWorker("culet.engine.build.worker:build_worker", **arguments)
+        return ProcessWorker("culet.engine.start.worker:build_worker", **arguments)
 
     engine = Engine(build_config(settings), progress=False, make_worker=make_worker)
     found = run(engine, *(ask(engine, str(i), p, 6, logprobs=VOCAB) for i, p in enumerate(prompts)))

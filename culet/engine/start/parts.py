@@ -5,20 +5,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from hashlib import sha256
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import torch
-
-from culet.cache.pool import Pool
-from culet.config import NCCL, Config, build_config
-from culet.drafters.base import Drafter
-from culet.engine import memory
-from culet.engine.build.worker import (
+from culet.config import Config
+from culet.engine.drafting import PROBE_PROMPT, ReadBytes, draft_policy, run_probe
+from culet.engine.requests import ChatMarks, RequestRules
+from culet.engine.resolve import Setup, resolve
+from culet.engine.start.times import StartTimes
+from culet.engine.start.worker import (
     BuiltWorker,
     MakeWorker,
     build_elsewhere,
@@ -28,39 +23,17 @@ from culet.engine.build.worker import (
     open_tokenizer,
     tower_kinds,
 )
-from culet.engine.drafting import PROBE_PROMPT, ReadBytes, draft_policy, run_probe
-from culet.engine.build.rehearsal import Rehearsal, has_finite_logits
-from culet.engine.requests import ChatMarks, RequestRules, resolve_sampling
-from culet.engine.resolve import Setup, given_settings, resolve
-from culet.engine.build.start_times import StartTimes
-from culet.errors import ConfigError
-from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cache
-from culet.log import chose
-from culet.media.items import MediaKind
+from culet.kernels.compiling import CompileCount
 from culet.media.reader import MediaReader
-from culet.models.gemma4 import Gemma4
-from culet.models.quantised.part_bytes import part_bytes
-from culet.models.towers.spec import read_towers
-from culet.models.towers.towers import Towers, load_towers
-from culet.models.weight_files import weight_files
-from culet.models.weights import explain_not_finite, load_model
-from culet.parallel.group import RankGroup
-from culet.parallel.reduce.choice import LIBRARY_ALONE, Reductions
-from culet.parallel.reduce.probe import probe
-from culet.parallel.reduce.symmetric import may_overlap
-from culet.runner.captures import Captures
-from culet.runner.media.step_media import ImageMask, image_mask, placeholder_ids
-from culet.runner.runner import Runner
-from culet.runner.worker import ProcessWorker, Worker
+from culet.runner.worker import Worker
 from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.media.features import FeatureLedger
 from culet.scheduler.scheduler import Scheduler
-from culet.structured.compiler import GrammarCompiler
 from culet.structured.queue import GrammarQueue
 from culet.text.template import ChatTemplate
-from culet.text.tokenizer import Tokenizer, make_tokenizer
-from culet.types import Request, Sampling, SamplingParams
-from culet.version import __version__
+from culet.text.tokenizer import Tokenizer
+from culet.types import Request, SamplingParams
+
 
 @dataclass(frozen=True)
 class EngineParts:

@@ -1,0 +1,359 @@
+"""Build a worker: the model, its drafter, its towers, the KV cache and the runner.
+
+By default, the worker is a Runner in this process (`build_here`). `build_worker` builds a runner for an engine elsewhere, and
+`build_rank` that of one of several ranks. They take plain values, so another process can call them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from culet.cache.pool import Pool
+from culet.config import NCCL, build_config
+from culet.drafters.base import Drafter
+from culet.engine import memory
+from culet.engine.drafting import ReadBytes
+from culet.engine.requests import resolve_sampling
+from culet.engine.resolve import Setup, given_settings, resolve
+from culet.engine.start.rehearsal import Rehearsal, has_finite_logits
+from culet.engine.start.times import StartTimes
+from culet.errors import ConfigError
+from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cache
+from culet.log import chose
+from culet.media.items import MediaKind
+from culet.models.gemma4 import Gemma4
+from culet.models.quantised.part_bytes import part_bytes
+from culet.models.towers.spec import read_towers
+from culet.models.towers.towers import Towers, load_towers
+from culet.models.weight_files import weight_files
+from culet.models.weights import explain_not_finite, load_model
+from culet.parallel.group import RankGroup
+from culet.parallel.reduce.choice import LIBRARY_ALONE, Reductions
+from culet.parallel.reduce.probe import probe
+from culet.parallel.reduce.symmetric import may_overlap
+from culet.runner.captures import Captures
+from culet.runner.media.step_media import ImageMask, image_mask, placeholder_ids
+from culet.runner.runner import Runner
+from culet.runner.worker import ProcessWorker, Worker
+from culet.structured.compiler import GrammarCompiler
+from culet.text.tokenizer import Tokenizer, make_tokenizer
+from culet.types import Sampling, SamplingParams
+from culet.version import __version__
+
+# Makes a worker for a KV cache of the first number of slabs, and for sequences of up to the second number of tokens.
+MakeWorker = Callable[[int, int], Worker]
+
+
+@dataclass(frozen=True)
+class BuiltWorker:
+    """A worker, and what the scheduler must know about it."""
+
+    worker: Worker
+    num_slabs: int
+    max_model_len: int
+    read: ReadBytes | None  # None without a drafter
+    compile_count: CompileCount | None
+
+
+def build_here(setup: Setup, compiler: GrammarCompiler, times: StartTimes, *, progress: bool) -> BuiltWorker:
+    device = _prepare_device(setup)
+    model, drafter = _load(setup, times, progress=progress)
+    towers = _load_towers(setup, times, progress=progress)
+    num_slabs = _size_cache(setup, model, drafter, towers, device.free_bytes, times)
+    max_model_len = _resolve_max_model_len(setup, num_slabs)
+    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
+    runner.use_grammars(compiler)
+    _use_media(setup, runner, towers)
+    read = None if drafter is None else ReadBytes.of_models(model, drafter)
+    return BuiltWorker(runner, num_slabs, max_model_len, read, device.compile_count)
+
+
+def build_elsewhere(setup: Setup, make_worker: MakeWorker, times: StartTimes) -> BuiltWorker:
+    num_slabs = _planned_slabs(setup)
+    if num_slabs is None:
+        problem = "the size of the KV cache can only be measured in the process that loads the model"
+        raise ConfigError(problem, hint="set --kv-cache-memory-bytes")
+    max_model_len = _resolve_max_model_len(setup, num_slabs)
+    with times.part("worker"):
+        worker = make_worker(num_slabs, max_model_len)
+    return BuiltWorker(worker, num_slabs, max_model_len, _read_elsewhere(setup), None)
+
+
+def build_ranks(setup: Setup, times: StartTimes) -> BuiltWorker:
+    """Start a process for each rank. On a GPU, the ranks measure how much KV cache fits, and the smallest counts."""
+    with times.part("ranks"):
+        given = {"settings": given_settings(setup.config), "num_slabs": _planned_slabs(setup)}
+        reductions = asdict(_choose_reductions(setup))
+        worker = ProcessWorker(
+            "culet.engine.start.worker:build_rank", num_ranks=setup.rank.size, reductions=reductions, **given
+        )
+    max_model_len = _resolve_max_model_len(setup, worker.num_slabs)
+    return BuiltWorker(worker, worker.num_slabs, max_model_len, _read_elsewhere(setup), None)
+
+
+def _choose_reductions(setup: Setup) -> Reductions:
+    """Return how the ranks add their terms. The GPUs are probed unless NCCL is requested."""
+    if not setup.is_gpu:
+        chose("reductions", "gloo", "the ranks are processes on a CPU")
+        return LIBRARY_ALONE
+    if setup.config.parallel.all_reduce == NCCL:
+        chose("reductions", "NCCL", "requested")
+        return LIBRARY_ALONE
+    reductions = probe(setup.rank.size, has_nccl=not may_overlap())
+    if not (reductions.has_nccl or reductions.has_torch_ops):
+        raise ConfigError(f"ranks that share a GPU need symmetric memory: {reductions.reason}", hint="use more GPUs")
+    chose("reductions", reductions.names, f"{reductions.reason} (Culet has not been measured on several GPUs yet)")
+    return reductions
+
+
+def _read_elsewhere(setup: Setup) -> ReadBytes | None:
+    """Estimate the bytes that a rank reads, because the weights are not in this process."""
+    if setup.draft_plan is None:
+        return None
+    itemsize = setup.dtype.itemsize
+    sizes = part_bytes(setup.spec, setup.checkpoint.config, itemsize, setup.config.model.quantization)
+    return ReadBytes.of_specs(setup.spec, setup.draft_plan, itemsize, sizes).shared_by(setup.rank.size)
+
+
+def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int) -> Runner:
+    """Build a runner that is ready for StepPlans from the names and values of settings.
+
+    The caller schedules, so it decides how many slabs the cache has and how long a sequence may get.
+    """
+    setup = resolve(build_config(settings))
+    _prepare_device(setup)
+    times = StartTimes()
+    model, drafter = _load(setup, times, progress=False)
+    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
+    runner.use_grammars(make_compiler(setup, open_tokenizer(setup)))
+    _use_media(setup, runner, _load_towers(setup, times, progress=False))
+    return runner
+
+
+def build_rank(
+    settings: Mapping[str, Any],
+    num_slabs: int | None,
+    reductions: Mapping[str, Any],
+    rank_index: int,
+    meeting_file: str,
+) -> Runner:
+    """Build the runner of one rank. If `num_slabs` is None, measure how many fit on every rank."""
+    setup = resolve(build_config(settings), rank_index)
+    if not setup.is_gpu:
+        torch.set_num_threads(max(1, torch.get_num_threads() // setup.rank.size))
+    group = RankGroup.join(setup.rank, meeting_file, setup.device)
+    group.check_same(_facts_of_rank(setup, settings))
+    num_columns = setup.spec.hidden_size * (1 if setup.spec.moe is None else 2)  # an MLP's row, and the experts' beside it
+    group.use(Reductions(**reductions), setup.device, num_columns, setup.dtype)
+    return build_in_group(setup, group, num_slabs)
+
+
+def build_in_group(setup: Setup, group: RankGroup, num_slabs: int | None) -> Runner:
+    """Build the runner of a rank that has joined its group. All ranks must call this together."""
+    prepared, times = _prepare_device(setup), StartTimes()
+    model, drafter = _load(setup, times, progress=False, group=group)
+    towers = _load_towers(setup, times, progress=False)
+    if num_slabs is None:
+        num_slabs = group.least(_size_cache(setup, model, drafter, towers, prepared.free_bytes, times))
+    max_model_len = _resolve_max_model_len(setup, num_slabs)
+    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
+    runner.use_grammars(make_compiler(setup, open_tokenizer(setup)))
+    _use_media(setup, runner, towers)
+    return runner
+
+
+def _facts_of_rank(setup: Setup, settings: Mapping[str, Any]) -> dict[str, object]:
+    """Return what must be the same on all ranks: versions, model and settings."""
+    checkpoint = setup.checkpoint
+    files = [] if checkpoint.random else [(path.name, path.stat().st_size) for path in weight_files(checkpoint.folder)]
+    return {
+        "the version of culet": __version__,
+        "the version of torch": torch.__version__,
+        "the model's config.json": sha256(json.dumps(checkpoint.config, sort_keys=True).encode()).hexdigest()[:12],
+        "the list of the model's files": files,
+        "the precision of activations": str(setup.dtype),
+        **{f"--{name.replace('_', '-')}": value for name, value in settings.items()},
+    }
+
+
+def open_tokenizer(setup: Setup) -> Tokenizer:
+    checkpoint, is_skipped = setup.checkpoint, setup.config.model.skip_tokenizer_init
+    is_random = checkpoint.random is not None
+    return make_tokenizer(checkpoint.folder, setup.spec.vocab_size, is_random=is_random, is_skipped=is_skipped)
+
+
+def make_compiler(setup: Setup, tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler.for_tokenizer(tokenizer, setup.spec.vocab_size, setup.checkpoint.defaults.eos_token_ids)
+
+
+# The device
+
+
+@dataclass(frozen=True)
+class _PreparedDevice:
+    free_bytes: int  # before anything is loaded; 0 on a CPU
+    compile_count: CompileCount | None
+
+
+def _prepare_device(setup: Setup) -> _PreparedDevice:
+    if not setup.is_gpu:
+        return _PreparedDevice(0, None)
+    torch.cuda.set_device(setup.device)  # Triton launches on the current device
+    compile_count = use_disk_cache()
+    expect_compiling()
+    return _PreparedDevice(torch.cuda.mem_get_info(setup.device)[0], compile_count)
+
+
+# The model
+
+
+def _load(setup: Setup, times: StartTimes, *, progress: bool, group: RankGroup | None = None) -> tuple[Gemma4, Drafter | None]:
+    latent = setup.config.cache.latent
+    with times.part("weights"):
+        model = load_model(
+            setup.checkpoint,
+            dtype=setup.dtype,
+            device=setup.device,
+            latent=latent,
+            quantization=setup.config.model.quantization,
+            progress=progress,
+            group=group,
+        )
+        model.scale_keys([layer for group in setup.layout.groups if group.spec.is_fp8 for layer in group.layers])
+    if setup.draft_plan is None:
+        return model, None
+    with times.part("drafter"):
+        return model, setup.draft_plan.build(model, setup.draft_backends, progress=progress)
+
+
+def _load_towers(setup: Setup, times: StartTimes, *, progress: bool) -> Towers | None:
+    kinds = tower_kinds(setup)
+    if not kinds:
+        return None
+    with times.part("towers"):
+        return load_towers(setup.checkpoint, dtype=setup.dtype, device=setup.device, kinds=kinds, progress=progress)
+
+
+def tower_kinds(setup: Setup) -> frozenset[MediaKind]:
+    """Return the kinds of media that are wanted and that the checkpoint has towers for."""
+    return frozenset(map(MediaKind, setup.config.media.kinds)) & read_towers(setup.checkpoint.config).kinds
+
+
+# The KV cache
+
+
+def _size_cache(
+    setup: Setup, model: Gemma4, drafter: Drafter | None, towers: Towers | None, free_bytes: int, times: StartTimes
+) -> int:
+    """Return the number of slabs in the KV cache: as given, or as many as fit. On a GPU, this also compiles kernels."""
+    config, layout, given = setup.config, setup.layout, _planned_slabs(setup)
+    if given is not None and not setup.is_gpu:
+        return given
+    rehearsal = Rehearsal(
+        model,
+        layout,
+        setup.backends,
+        config.schedule,
+        _sampling(setup),
+        max_model_len=config.model.max_model_len or setup.spec.max_position,
+        has_graphs=setup.has_graphs,
+        drafter=drafter,
+        image_mask=ImageMask.CAUSAL if towers is None else _image_mask(setup),
+    )
+    with times.part("kernels"):
+        rehearsal.compile_kernels()
+    if given is not None:
+        return given
+    with times.part("memory rehearsal"):
+        needs = rehearsal.measure()
+        if towers is not None:
+            activations = memory.measure_peak(setup.device, partial(towers.encode, memory.heaviest_images(towers.kinds)))
+            needs = replace(needs, media=setup.config.media.media_cache_memory_bytes + activations)
+    utilization = config.cache.gpu_memory_utilization
+    return memory.slabs_for_gpu(layout, setup.device, utilization=utilization, free_before=free_bytes, needs=needs)
+
+
+def _sampling(setup: Setup) -> Sampling:
+    """Return the model's own sampling settings."""
+    return resolve_sampling(SamplingParams(seed=0), setup.checkpoint.defaults, setup.spec.vocab_size)
+
+
+def _planned_slabs(setup: Setup) -> int | None:
+    """Return the number of slabs as given, or the default of a CPU. On a GPU without a given size, return None."""
+    num_bytes = setup.config.cache.kv_cache_memory_bytes
+    if num_bytes is not None:
+        return num_bytes // setup.layout.slab_bytes
+    return None if setup.is_gpu else _cpu_slabs(setup)
+
+
+def _cpu_slabs(setup: Setup) -> int:
+    schedule = setup.config.schedule
+    return memory.slabs_for_cpu(
+        setup.layout,
+        max_num_seqs=schedule.max_num_seqs,
+        chunk=schedule.max_num_batched_tokens,
+        max_position=setup.spec.max_position,
+        wanted_len=setup.config.model.max_model_len,
+        num_ranks=setup.rank.size,
+    )
+
+
+def _resolve_max_model_len(setup: Setup, num_slabs: int) -> int:
+    """Return the given length, or the longest that the cache can hold. Raise if the given length does not fit."""
+    wanted, limit, layout = setup.config.model.max_model_len, setup.spec.max_position, setup.layout
+    longest = memory.longest_sequence(layout, num_slabs, wanted or limit)
+    if longest < 2 or (wanted is not None and longest < wanted):
+        need = memory.least_slabs(layout, wanted or 2)
+        raise ConfigError(
+            f"one sequence of {wanted or 2} tokens needs {need} slabs of {layout.slab_bytes} bytes, "
+            f"but the KV cache has only {num_slabs}",
+            hint=f"set --kv-cache-memory-bytes to at least {need * layout.slab_bytes}"
+            + (f", or --max-model-len to at most {longest}" if longest >= 2 else ""),
+        )
+    if wanted is None:
+        fits = f"the most that fits into the KV cache, although the model allows {limit}"
+        reason = "the model's limit" if longest == limit else fits
+        chose("max-model-len", longest, reason)
+    return longest
+
+
+# The runner
+
+
+def _make_runner(
+    setup: Setup, model: Gemma4, drafter: Drafter | None, num_slabs: int, max_model_len: int, times: StartTimes
+) -> Runner:
+    if setup.checkpoint.random is None and not has_finite_logits(model, setup.layout, setup.backends, _sampling(setup)):
+        raise explain_not_finite(setup.checkpoint.folder)
+    with times.part("KV cache"):
+        pool = Pool(setup.layout, num_slabs, setup.dtype, setup.device, has_spare=setup.is_gpu)
+    max_num_seqs = setup.config.schedule.max_num_seqs
+    runner = Runner(model, pool, setup.backends, max_num_seqs=max_num_seqs, max_model_len=max_model_len, drafter=drafter)
+    if setup.has_graphs:
+        with times.part("graphs"):
+            _capture_graphs(setup, runner)
+    return runner
+
+
+def _capture_graphs(setup: Setup, runner: Runner) -> None:
+    fixed = runner.use_fixed_shapes()
+    num_captured = runner.capture(Captures(setup.device))
+    torch.cuda.synchronize(setup.device)
+    sizes = ", ".join(map(str, sorted({bucket.num_rows for bucket in fixed.steps.buckets})))
+    kinds = "decode steps" if setup.draft_plan is None else "decode steps, verify steps and draft rounds"
+    chose("CUDA graphs", num_captured, f"{kinds} of up to {sizes} sequences")
+
+
+def _use_media(setup: Setup, runner: Runner, towers: Towers | None) -> None:
+    runner.use_media(towers, placeholder_ids(setup.checkpoint.config, setup.spec.vocab_size), _image_mask(setup))
+
+
+def _image_mask(setup: Setup) -> ImageMask:
+    return image_mask(setup.spec.image_attention, setup.config.media.image_mask)
