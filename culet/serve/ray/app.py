@@ -20,7 +20,7 @@ from culet.serve.ray.replica import EngineReplica
 from culet.serve.service import Service
 
 _ARGUMENTS = ("engine", "serve", "num_replicas", "autoscaling", "num_gpus", "num_cpus", "num_ingresses")
-_ROUTER = "culet.serve.ray.router.PrefixRouter"
+_ROUTER: Any = "culet.serve.ray.router.PrefixRouter"  # Ray imports it where it is needed
 
 
 class Ingress:
@@ -85,7 +85,7 @@ def _engine_deployment(args: Mapping[str, Any], config: Config, settings: ServeC
         name="Engine",
         # More wait in the ingress, from where a new replica can take them.
         max_ongoing_requests=config.schedule.max_num_seqs,
-        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),  # type: ignore[arg-type] # it may be a str
+        request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
         graceful_shutdown_timeout_s=settings.request_timeout,  # until then, every request has ended
         health_check_period_s=5,
         logging_config={"enable_access_log": False},  # the ingress logs each request
