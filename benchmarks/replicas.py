@@ -76,8 +76,10 @@ class Server:
 
     def engine_seconds(self) -> list[float]:
         """Return the CPU time that each engine process has taken."""
+        lists = Path(f"/proc/{self.process.pid}/task").glob("*/children")  # each thread has its own
+        children = [child for listed in lists for child in listed.read_text().split()]
         found = []
-        for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
+        for child in children:
             if b"culet.serve.process.engine" in Path(f"/proc/{child}/cmdline").read_bytes():
                 fields = Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()
                 found.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))

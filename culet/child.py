@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -40,17 +44,17 @@ def python_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-c", _MAIN, _FOLDER, module, *arguments]
 
 
-def start_bound_process(module: str, descriptor: int) -> subprocess.Popen[bytes]:
+def start_bound_process(module: str, descriptor: int, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Run a module of Culet as a program that gets `descriptor`, also as its argument. It may bind itself to this process.
 
-    See `end_with_parent`. For the kernel, the parent is the thread that starts a process, so a thread that lives as long as
-    this process starts it.
+    `environment` adds variables to its environment. See `end_with_parent`: for the kernel, the parent is the thread that starts
+    a process, so a thread that lives as long as this process starts it.
     """
 
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             python_command(module, str(descriptor)),
-            env=child_environment(),
+            env={**child_environment(), **(environment or {})},
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C goes to this process, which then ends the other
@@ -68,6 +72,18 @@ def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, even if this process is stopped. Only Linux can do this."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def end_with_connection(connection: socket.socket) -> None:
+    """End this process as soon as the other side of `connection` is gone, even while a model is loading."""
+    hang_up = select.poll()
+    hang_up.register(connection.fileno(), 0)
+
+    def watch() -> None:
+        hang_up.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def child_environment() -> dict[str, str]:

@@ -58,7 +58,7 @@ def time_tower(config: Config, row: Workload, best_of: int) -> float:
 
 
 def measure_requests(engine: Engine, row: Workload, best_of: int) -> dict[str, Any]:
-    """Return the time to the first token with features cold and cached, and how many requests are answered per second."""
+    """Return the times to the first token with cold and with cached features, and the requests per second."""
     if MediaKind.IMAGE not in engine.media.spec.kinds:
         raise ConfigError(f"rows: {row.label} needs images, which are turned off", hint="change --limit-mm-per-prompt")
     _answer(engine, [_make_request(engine, row, "warm-up")])

@@ -46,7 +46,7 @@ class Workload:
 
     @property
     def image_tokens(self) -> int:
-        """The soft tokens of an image. At most the budget, because sides are whole tokens."""
+        """The number of soft tokens of an image. It may be below the budget, because each side is a whole number of tokens."""
         height, width = self.image_size
         return height * width // TOKEN_SIDE**2
 

@@ -44,7 +44,7 @@ class PrefixMirror:
                 self.discard(change.point_id)
 
     def add(self, point: ResumePoint, units: bytearray) -> None:
-        """Add a point with all of its content, where none ends yet."""
+        """Add a point with all of its content. No other point may end at the same place."""
         self._tree.add(point, units)
         self._points[point.point_id] = point
 

@@ -74,7 +74,7 @@ def _chat_request(text: str, files: Mapping[str, Sequence[str]]) -> Any:
 
 
 def _plain_request(text: str, files: Mapping[str, Sequence[str]]) -> Any:
-    """Return the prompt. Media come first, unless the text says with placeholders such as <|image|> where they are."""
+    """Return the prompt. Media come first, unless placeholders such as <|image|> in the text say where they are."""
     given = {kind: [Path(path) for path in files[kind]] for kind in MEDIA_KINDS if files[kind]}
     marks = "".join(f"<|{kind}|>" * len(paths) for kind, paths in given.items() if f"<|{kind}|>" not in text)
     return {"prompt": marks + text, "multi_modal_data": given} if given else text

@@ -65,7 +65,7 @@ class ReadBytes:
         return cls(dense, experts, drafter.weight_bytes(itemsize) + head)
 
     def shared_by(self, num_ranks: int) -> ReadBytes:
-        """Return the bytes that one of `num_ranks` ranks reads."""
+        """Return the bytes that each of `num_ranks` ranks reads."""
         return ReadBytes(self.dense / num_ranks, self.experts / num_ranks, self.draft / num_ranks)
 
 

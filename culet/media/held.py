@@ -1,4 +1,4 @@
-"""Count the bytes of the decoded media that exist, so that clients cannot fill the server's memory with them. No torch."""
+"""Count the bytes of decoded media in memory, so that clients cannot fill it. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read media of the caller's own program: paths, bytes, pictures of Pillow and arrays of numpy. No torch.
+"""Read media of the caller's own program: paths, bytes, Pillow images and numpy arrays. No torch.
 
 Only `LLM`, `AsyncLLM` and the command line do this. A server's clients send bytes and URLs.
 """
@@ -75,7 +75,7 @@ def _read_file(path: Path, source: MediaSource) -> bytes:
 
 
 def _open_picture(source: MediaSource, picture: Any) -> MediaSource:
-    """Return a picture of Pillow: as pixels, or as a PNG where its transparency or depth must be kept."""
+    """Return a Pillow image as pixels, or as a PNG if its transparency or depth must be kept."""
     from PIL import ImageOps
 
     picture = ImageOps.exif_transpose(picture)

@@ -40,7 +40,7 @@ OpenLocal = Callable[[MediaSource, Any], MediaSource]
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """What holds for all media of a request. A part's own `detail` is not among them."""
+    """Options for all media of a request. A part has its own `detail`."""
 
     max_soft_tokens: int | None = None  # of each image, and of each frame of a video
     is_split: bool = False  # long audio becomes several parts, instead of an error

@@ -44,7 +44,7 @@ class _Run:
         return prod(self.shape) * self.dtype.itemsize
 
     def read(self, room: Tensor) -> Tensor:
-        """Read the bytes into `room`, and return them as a tensor."""
+        """Read the bytes into `room` and return them as a tensor."""
         rest, offset = memoryview(room.numpy().data)[: self.num_bytes], self.offset
         try:
             with self.file.open("rb", buffering=0) as opened:
@@ -161,7 +161,7 @@ def _open_ring(device: torch.device) -> Iterator[_Ring]:
 
 
 class _Pipeline:
-    """Reads that are under way, and copies to the device that are under way, both in order."""
+    """The reads and the copies to the device that are under way, both in order."""
 
     def __init__(self, ring: _Ring, threads: ThreadPoolExecutor, device: torch.device) -> None:
         self._ring, self._threads, self._is_gpu = ring, threads, device.type == "cuda"
@@ -170,7 +170,7 @@ class _Pipeline:
         self._own_bytes = 0  # of reads outside the ring
 
     def add(self, read: Read) -> Iterator[Read]:
-        """Begin a read. Yield the reads whose pieces have been filled to make room for it, or meanwhile."""
+        """Begin a read. Yield the reads that have finished meanwhile, or that had to finish to make room."""
         room = None
         if read.run is not None and read.num_bytes <= self._ring.max_bytes:
             while (room := self._ring.take(read.num_bytes)) is None:

@@ -52,7 +52,7 @@ def check_ranks(spec: ModelSpec, num_ranks: int) -> None:
     if num_ranks > 1 and spec.ple_dim:
         raise ConfigError(
             f"tensor-parallel-size: got {num_ranks}, but E2B and E4B are too small to be divided among GPUs",
-            hint="use replicas: one server per GPU, each with the whole model",
+            hint="use --data-parallel-size instead, which gives each GPU the whole model",
         )
     sizes = [("vocabulary", spec.vocab_size), *(("MLP's width", layer.mlp_width) for layer in spec.layers)]
     sizes += [] if spec.moe is None else [("experts' width", spec.moe.width)]

@@ -43,7 +43,7 @@ class RankGroup:
 
     @classmethod
     def join(cls, rank: Rank, meeting_file: Path | str, device: torch.device) -> RankGroup:
-        """Meet the other ranks at `meeting_file`. Blocks until all have come. A process can join one group."""
+        """Meet the other ranks at `meeting_file`. Blocks until all have arrived. A process can join only one group."""
         os.environ.setdefault(_GLOO_INTERFACE, "lo")
         store = dist.FileStore(str(meeting_file), rank.size)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -79,7 +79,7 @@ class RankGroup:
         return peers if num_tokens <= most_tokens and num_columns <= most_columns else None
 
     def gather(self, part: Tensor, /) -> Tensor:
-        """Return the tensors of all ranks, stacked in the order of their ranks."""
+        """Return the tensors of all ranks, stacked in rank order."""
         if self._is_alone:
             return part.expand(self.rank.size, *part.shape)
         if self.symmetric is not None and self.reductions.method(part.nbytes) is not Method.LIBRARY:

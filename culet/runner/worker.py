@@ -151,7 +151,7 @@ class ProcessWorker:
     """A Runner in another process, or one in each of several ranks. Not thread-safe."""
 
     def __init__(self, builder: str, *, num_ranks: int = 1, **arguments: Any) -> None:
-        """Start the processes and wait until their Runners are built by `builder` ("module:function").
+        """Start the processes. Wait until `builder` ("module:function") has built a Runner in each.
 
         The arguments are plain data (numbers, strings, lists and dicts). With several ranks, `builder` also gets `rank_index`,
         and `meeting_file`, the path at which ranks find each other.

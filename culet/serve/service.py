@@ -222,7 +222,7 @@ class Service:
         self._spawn(self._record_history())
 
     def _warm_up(self) -> None:
-        """Start the processes for templates and media, so that the first chats do not wait for them."""
+        """Start the template and media processes now, so that the first chats do not wait for them."""
         if self.media.spec.kinds:
             self.media.warm_up()
         try:

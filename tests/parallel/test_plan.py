@@ -61,7 +61,7 @@ def test_small_models_use_replicas(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "E4B")
     with pytest.raises(ConfigError, match="E2B and E4B are too small") as caught:
         resolve(build_config({"model": str(folder), "device": "cpu", "tensor_parallel_size": 2}))
-    assert "replicas" in caught.value.hint
+    assert "--data-parallel-size" in caught.value.hint
 
 
 def run_plan(*arguments: str) -> str:

@@ -53,3 +53,13 @@ def tiny(folder: Path) -> Iterator[Running]:
     config = {"device": "cpu", "max_model_len": 2048, "max_num_seqs": 16, "max_queue_len": 64}
     with Running(folder, config=config) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose tiny random model sees and hears."""
+    overrides = {"max_position_embeddings": 4096}
+    folder = write_checkpoint(tmp_path_factory.mktemp("seeing"), "E4B", towers=True, overrides=overrides)
+    config = {"device": "cpu", "max_model_len": 2048, "max_num_seqs": 4, "limit_mm_per_prompt": {"image": 3}}
+    with Running(folder, config=config) as server:
+        yield server

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,6 +39,7 @@ except CuletError as error:
     report(error.message, error.hint)
     sys.exit(exit_code(error))
 """
+_ENGINE = b"culet.serve.process.engine"
 START_LIMIT_S = 40.0
 PATIENCE = 12  # limits suit an idle machine; multiply them by this to allow for a busy one
 
@@ -115,13 +117,20 @@ class Running:
         stats: dict[str, Any] = self.http.get("/stats").json()
         return stats
 
+    def engine_ids(self) -> list[int]:
+        """Return the process ids of the engines."""
+        found = []
+        for listed in Path(f"/proc/{self.process.pid}/task").glob("*/children"):  # each thread has its own
+            with suppress(OSError):  # a thread or a child has ended meanwhile
+                children = listed.read_text().split()
+                found += [int(child) for child in children if _ENGINE in Path(f"/proc/{child}/cmdline").read_bytes()]
+        return found
+
     def engine_id(self) -> int:
         """Return the process id of the engine."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for child in children:
-            if b"culet.serve.process.engine" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
-        raise AssertionError("no engine process")
+        ids = self.engine_ids()
+        assert ids, "no engine process"
+        return ids[0]
 
     def memory_bytes(self) -> int:
         """Return the resident memory of the web and engine processes together."""

@@ -105,7 +105,7 @@ def test_summary_and_endpoints(folder: Path) -> None:
 
 def test_stop_while_loading(folder: Path) -> None:
     with Running(folder, config={"device": "cpu"}, wait=False) as server:
-        wait_for(lambda: "children" and Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text(), 30)
+        wait_for(server.engine_ids, 30, "the engine process")
         began = time.monotonic()
         time.sleep(0.5)
         server.signal(signal.SIGTERM)

@@ -114,7 +114,7 @@ def _choose_reductions(setup: Setup) -> Reductions:
 
 
 def _read_elsewhere(setup: Setup) -> ReadBytes | None:
-    """Estimate the bytes that a rank reads, because the weights are not in this process."""
+    """Estimate how many bytes a rank reads. Its weights are in another process, so they cannot be counted here."""
     if setup.draft_plan is None:
         return None
     itemsize = setup.dtype.itemsize

@@ -1,4 +1,4 @@
-"""What the GPUs of several ranks are able to do, and which way of adding is used for which size. No torch."""
+"""What the GPUs of several ranks can do, and how they add tensors of each size. No torch."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class AllReduce(Protocol):
     def __call__(self, part: Tensor, /) -> Tensor: ...
 
     def gather(self, part: Tensor, /) -> Tensor:
-        """Return the tensors of all ranks, stacked in the order of their ranks."""
+        """Return the tensors of all ranks, stacked in rank order."""
 
     def peers_for(self, num_tokens: int, num_columns: int) -> PeerBuffers | None:
         """Return the buffers for a sum that is fused with its reader. None if it is too large, or if that is not possible."""

@@ -1,4 +1,4 @@
-"""Find out at start what the GPUs of several ranks can do, in processes that may hang or crash without harm.
+"""Find out at start what the GPUs of several ranks can do. The processes that try it may hang or crash without harm.
 
 On some machines, GPUs cannot reach each other's memory, and on others reads hang or writes are slow. So `probe` runs the
 kernels in a process for each rank (`probe_process.py`), and ends them if they take too long. What fails is not used.

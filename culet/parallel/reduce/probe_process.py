@@ -43,7 +43,7 @@ def main(index: int, num_ranks: int, meeting_file: str) -> None:
 
 
 def _report(stage: str, run: Callable[[], float], rank: Rank) -> bool:
-    """Run a stage on all ranks, which returns its seconds. Return whether all of them did it."""
+    """Run a stage on all ranks and report how long it took. Return whether it succeeded on all of them."""
     problem, seconds = "", 0.0
     try:
         seconds = run()

@@ -25,7 +25,7 @@ _OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 def may_overlap() -> bool:
-    """Return whether several ranks may share a GPU, which only tests do."""
+    """Return whether several ranks may share a GPU. Only tests allow this."""
     return os.environ.get(_OVERLAPPING, "0") == "1"
 
 

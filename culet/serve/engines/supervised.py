@@ -23,7 +23,7 @@ _MAX_PAUSE_S = 30.0
 
 
 class SupervisedEngine:
-    """An engine that outlives its process. Requests that no token was sent of wait for the next process."""
+    """An engine that outlives its process. Requests whose clients have no token yet wait for the next process."""
 
     def __init__(
         self, start: Start, settings: ServeConfig, limits: Limits, *, name: str, environment: Mapping[str, str] | None = None

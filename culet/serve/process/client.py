@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Protocol, Self, cast
 
 from culet.cache.changes import PrefixChange
-from culet.child import child_environment, python_command
+from culet.child import start_bound_process
 from culet.errors import CuletError, InternalError, WorkerDied, error_of
 from culet.frames import FrameReader, frame
 from culet.log import logger
@@ -47,7 +47,7 @@ class State(StrEnum):
 
 
 class Canceller(Protocol):
-    """What a stream needs of whoever runs its request."""
+    """What a stream needs from the engine that runs its request."""
 
     def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = ...) -> None: ...
     def forget(self, request_id: str) -> None: ...
@@ -178,13 +178,7 @@ class EngineClient(asyncio.Protocol):
             client._adopt(previous)
         ours, theirs = socket.socketpair()
         with theirs:
-            client._process = subprocess.Popen(
-                python_command("culet.serve.process.engine", str(theirs.fileno())),
-                env={**child_environment(), **(environment or {})},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C must reach only this process, which then stops the engine
-            )
+            client._process = start_bound_process("culet.serve.process.engine", theirs.fileno(), environment)
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: client, sock=ours)
         client._send(start)

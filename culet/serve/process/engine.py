@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import Protocol
 
 from culet.cache.changes import PrefixChange
 from culet.cache.prefix import PrefixCache
+from culet.child import end_with_connection
 from culet.engine.requests import RequestRules
 from culet.errors import CuletError, WorkerDied, as_culet_error, error_parts, exit_code
 from culet.frames import FrameReader, frame
@@ -213,7 +213,7 @@ class EngineLoop:
         return True
 
     def _tell_followers(self) -> None:
-        """Tell how the prefix cache has changed, before the client can send a request that makes use of it."""
+        """Report how the prefix cache has changed, before the client can send a request that uses it."""
         if not self._followers:
             return
         prefixes = self._engine.prefix_cache
@@ -288,21 +288,9 @@ def _warm_up(engine: SteppedEngine, rules: RequestRules) -> None:
         engine.step()
 
 
-def _end_with_parent(sock: socket.socket) -> None:
-    """End this process as soon as the web process is gone, even while a model is loading."""
-    hang_up = select.poll()
-    hang_up.register(sock.fileno(), 0)
-
-    def watch() -> None:
-        hang_up.poll()
-        os._exit(0)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
 def serve(sock: socket.socket) -> int:
     """Receive the Start message, load the model and run. Return the exit code."""
-    _end_with_parent(sock)
+    end_with_connection(sock)
     channel = Channel(sock)
     commands: list[Command] | None = []
     while commands == []:

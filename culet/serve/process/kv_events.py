@@ -197,7 +197,7 @@ def _removed(key: bytes, group: int) -> dict[str, Any]:
 
 
 class KVEventPublisher:
-    """Sends events in a thread of its own. Subscribers that are slow cost the engine nothing."""
+    """Sends events in its own thread. Slow subscribers cost the engine nothing."""
 
     def __init__(self, config: KVEventsConfig, block_tokens: int, rank: int = 0) -> None:
         import zmq

@@ -47,7 +47,7 @@ class Start(Struct, tag="start", frozen=True):
 
 
 class Item(Struct, tag="item", frozen=True):
-    """The content of an image, a video frame or a clip of audio of the next request. Each is a message of its own."""
+    """The content of an image, a video frame or an audio clip of the next request. Each is sent as a separate message."""
 
     item: MediaItem
 
@@ -182,7 +182,7 @@ class Stats(Struct, tag="stats", frozen=True):
 
 
 class PrefixChanges(Struct, tag="prefixes", frozen=True):
-    """What the prefix cache has gained and lost, in order. Sent before the deltas of the same step."""
+    """What was added to the prefix cache and removed from it, in order. It is sent before the deltas of the same step."""
 
     changes: list[PrefixChange]
 

@@ -107,7 +107,7 @@ class PromptEncoder:
         return await self._texts.run(encode, len(text))
 
     def _check_size(self, conversation: object, limit: int) -> None:
-        """Raise if a conversation is far too large for the context, before anything slow is done with it."""
+        """Raise if a conversation is far too large for the context, before any slow work on it."""
         try:
             num_bytes = len(msgspec.json.encode(conversation))
         except (TypeError, ValueError, RecursionError) as error:

@@ -65,7 +65,7 @@ class ExpectedPoints:
             self._mirror.discard(self._ids.popleft()[1])
 
     def forget_before(self, moment: float) -> None:
-        """Forget the points that the replica has reported by now, if it still has them."""
+        """Forget the points from before `moment`. The replica has reported those that it still has."""
         while self._ids and self._ids[0][0] < moment:
             self._mirror.discard(self._ids.popleft()[1])
 
@@ -113,7 +113,7 @@ class RayEngines:
 
     @property
     def capacity(self) -> int:
-        """How many samples can run or wait, with as many replicas as there can be."""
+        """How many samples can run or wait with the most replicas that are allowed."""
         facts = self.facts
         return 0 if facts is None else self._max_replicas * (facts.max_num_seqs + facts.max_queue_len)
 

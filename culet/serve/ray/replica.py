@@ -114,7 +114,7 @@ class EngineReplica:
         self._num_logged += len(changes)
 
     def _begin_log(self) -> None:
-        """Begin a new log, because a new engine process has an empty cache. All who ask get its whole content."""
+        """Start a new log: a new engine process has an empty cache. Readers of the old log get the cache's whole content."""
         self._engine.prefixes.clear()
         self._log.clear()
         self._num_logged += 1

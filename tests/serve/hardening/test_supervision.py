@@ -87,6 +87,7 @@ def test_an_answer_that_nobody_has_seen_starts_over(path: str, fields: dict[str,
     server = watched
     with ThreadPoolExecutor(1) as pool:
         expected = server.http.post(path, json=body).json()
+        wait_for(server.is_at_rest, what="rest")  # the engine reports twice a second; its count must have all tokens so far
         before = server.stats()["generated_tokens"]
         whole = pool.submit(server.http.post, path, json=body)
         wait_for(lambda: server.stats()["generated_tokens"] > before + 5, what="some tokens")

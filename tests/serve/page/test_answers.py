@@ -252,6 +252,7 @@ def test_keys_and_tools(scripted: Callable[..., Running], open_page: OpenPage) -
         page.get_by_role("link", name="Engine").click()
         expect(page.locator(".plot").first).to_be_visible()
         assert server.http.post("/markdown", json={"texts": ["a"]}, headers={"authorization": "none"}).status_code == 401
+        page.close()  # the engine's view polls, and would report a server that is gone
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])

@@ -7,7 +7,6 @@ import io
 import json
 import random
 import wave
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 from playwright.sync_api import Page, Request, expect
 
 from culet.media.spec import BUDGETS, SAMPLES_PER_TOKEN, num_image_tokens, num_mel_frames, num_mel_tokens, target_size
-from culet.testing.tiny import write_checkpoint
 from tests.serve.page.acts import ask, drag, drop, give_file, last_answer, open_actions, paste, picture, send, wait_for_answer
 from tests.serve.page.conftest import OpenPage
 from tests.serve.page.test_answers import check_accessible
@@ -25,17 +23,6 @@ from tests.serve.running import Running
 
 SETTINGS = {"max_tokens": "3", "temperature": "0"}
 MARKS = 2  # tokens around each medium, besides its soft tokens
-
-
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose tiny random model sees and hears."""
-    folder: Path = write_checkpoint(
-        tmp_path_factory.mktemp("seeing"), "E4B", towers=True, overrides={"max_position_embeddings": 4096}
-    )
-    config = {"device": "cpu", "max_model_len": 2048, "max_num_seqs": 4, "limit_mm_per_prompt": {"image": 3}}
-    with Running(folder, config=config) as server:
-        yield server
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_metrics_have_an_engine_label(pair: Running, tiny: Running) -> None:
 def test_a_dead_engine_costs_only_its_own_requests(scripted: Callable[..., Running]) -> None:
     """Kill one of two engines while both answer. The other's streams go on, and the dead one comes back."""
     with scripted(step_s=0.02, settings={"data_parallel_size": 2}, config={"max_num_seqs": 4}) as server:
-        ids = engine_ids(server)
+        ids = server.engine_ids()
         assert len(ids) == 2
 
         begun: list[int] = []
@@ -117,11 +117,6 @@ def test_a_dead_engine_costs_only_its_own_requests(scripted: Callable[..., Runni
         wait_for(lambda: all(engine["state"] == "ready" for engine in server.stats()["engines"]), what="the restart")
         assert sorted(engine["restarts"] for engine in server.stats()["engines"]) == [0, 1]
         server.check_well()
-
-
-def engine_ids(server: Running) -> list[int]:
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    return [int(child) for child in children if b"culet.serve.process.engine" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def test_routers_learn_about_the_server(pair: Running, tiny: Running) -> None:
