@@ -164,15 +164,21 @@ class DraftChoice:
 _DRAFT_HINT = """example: {"method": "mtp", "model": "google/gemma-4-E4B-it-assistant", "num_speculative_tokens": 3}"""
 
 
-def read_draft_choice(text: str) -> DraftChoice:
-    """Parse the JSON object of `--speculative-config`. Errors name the bad key."""
+def _read_object(name: str, text: str, hint: str) -> dict[str, Any]:
+    """Parse the JSON object of a setting."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         problem = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise ConfigError(f"speculative-config: not valid JSON: {problem}", hint=_DRAFT_HINT) from error
+        raise ConfigError(f"{name}: not valid JSON: {problem}", hint=hint) from error
     if not isinstance(values, dict):
-        raise ConfigError(f"speculative-config: got {type(values).__name__}, expected a JSON object", hint=_DRAFT_HINT)
+        raise ConfigError(f"{name}: got {type(values).__name__}, expected a JSON object", hint=hint)
+    return values
+
+
+def read_draft_choice(text: str) -> DraftChoice:
+    """Parse the JSON object of `--speculative-config`. Errors name the bad key."""
+    values = _read_object("speculative-config", text, _DRAFT_HINT)
     known = {entry.name: entry for entry in fields(DraftChoice)}
     for name, value in values.items():
         if name not in known:
@@ -215,6 +221,49 @@ class ParallelConfig:
             )
 
 
+MEDIA_KINDS = ("image", "video", "audio")
+_MEDIA_HINT = """example: {"image": 4, "video": 1, "audio": 0}; 0 turns a kind off"""
+
+
+@dataclass(frozen=True)
+class MediaConfig:
+    """Images, video and audio in prompts."""
+
+    language_model_only: bool = option(
+        False,
+        "Load only the text decoder: prompts with images, video or audio are refused.",
+        flag="--language-model-only/--no-language-model-only",
+    )
+    limit_mm_per_prompt: str | None = option(
+        None, "Most items of each kind in a prompt, as a JSON object with image, video and audio; 0 does not load their tower."
+    )
+
+    def __post_init__(self) -> None:
+        _ = self.limits  # raises on a bad setting before the model is loaded
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """The most items in one prompt, by kind. None is no limit, and 0 means that the kind is off."""
+        given = read_media_limits(self.limit_mm_per_prompt or "{}")
+        return {kind: 0 if self.language_model_only else given.get(kind) for kind in MEDIA_KINDS}
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of media that prompts may have, if the checkpoint has a tower for them."""
+        return frozenset(kind for kind, most in self.limits.items() if most != 0)
+
+
+def read_media_limits(text: str) -> dict[str, int]:
+    """Parse the JSON object of `--limit-mm-per-prompt`. Errors name the bad key."""
+    values = _read_object(name := "limit-mm-per-prompt", text, _MEDIA_HINT)
+    for kind, most in values.items():
+        if kind not in MEDIA_KINDS:
+            raise ConfigError(f"{name}: unknown kind {kind!r}", hint=f"known kinds: {', '.join(MEDIA_KINDS)}")
+        if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+            raise ConfigError(f"{name}: {kind}: got {most!r}, expected a whole number of 0 or more", hint=_MEDIA_HINT)
+    return values
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything an engine is built from."""
@@ -224,6 +273,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
     given: frozenset[str] = frozenset()  # fields that the user set. Others may be derived from the model and the machine.
 
 
@@ -390,6 +440,7 @@ PARTS: dict[str, type] = {
     "schedule": ScheduleConfig,
     "draft": DraftConfig,
     "parallel": ParallelConfig,
+    "media": MediaConfig,
 }
 
 
@@ -418,6 +469,9 @@ def _check_type(name: str, value: object, annotation: str) -> None:
         raise ConfigError(f"{name.replace('_', '-')}: got {value!r}, expected {annotation.replace(' | ', ' or ')}")
 
 
+JSON_SETTINGS = ("speculative_config", "limit_mm_per_prompt")  # in Python they may be dicts
+
+
 def build_config(given: Mapping[str, Any]) -> Config:
     """Return a Config with the `given` settings, and defaults for the rest."""
     return Config(**_build_parts(given, PARTS), given=frozenset(given))
@@ -436,7 +490,7 @@ def _build_parts(given: Mapping[str, Any], parts: Mapping[str, type]) -> dict[st
         if name not in known:
             raise ConfigError(f"unknown setting: {name!r}", hint=f"known settings: {', '.join(known)}")
         part, entry = known[name]
-        if name == "speculative_config" and isinstance(value, Mapping):  # in Python it may be a dict
+        if name in JSON_SETTINGS and isinstance(value, Mapping):
             value = json.dumps(dict(value))
         _check_type(name, value, str(entry.type))
         choices = entry.metadata["choices"]

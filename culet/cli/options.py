@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from culet.config import PARTS, SERVE_PARTS, Config, build_config, config_fields
+from culet.config import JSON_SETTINGS, PARTS, SERVE_PARTS, Config, build_config, config_fields
 from culet.errors import ConfigError
 from culet.types import SamplingParams
 
@@ -140,7 +140,7 @@ def _as_flag_value(name: str, value: Any) -> Any:
     if isinstance(value, list):
         return ",".join(map(str, value))
     if isinstance(value, dict):
-        return json.dumps(value) if name == "speculative_config" else ",".join(f"{key}={part}" for key, part in value.items())
+        return json.dumps(value) if name in JSON_SETTINGS else ",".join(f"{key}={part}" for key, part in value.items())
     return value
 
 

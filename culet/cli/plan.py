@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import click
 from culet import env
 from culet.attention.picture import draw
 from culet.cli.planning.facts import DTYPE_NAMES, Facts, draft_bytes, fit_of, gather, report, weights_of
-from culet.config import CacheConfig, build_config
+from culet.config import CacheConfig, MediaConfig, build_config
 from culet.errors import FAILED, ConfigError
 from culet.hardware import GPUS
 from culet.models.sizes import pages_of_sequence
@@ -61,6 +62,12 @@ _DTYPE = click.Choice(("auto", "bfloat16", "float32"))
     "--speculative-config",
     metavar="JSON",
     help="Also plan for a drafter, given as an object with method, model and other keys.",
+)
+@click.option("--language-model-only", is_flag=True, default=None, help="Plan for the text decoder without its towers.")
+@click.option(
+    "--limit-mm-per-prompt",
+    metavar="JSON",
+    help="Most items of each kind in a prompt, as an object with image, video and audio; 0 turns a kind off.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--svg", type=click.Path(dir_okay=False), metavar="FILE", help="Also draw the plan and write it to FILE as SVG.")
@@ -205,7 +212,7 @@ def _print_weights(console: Console, facts: Facts) -> None:
         row(part, [size])
     row("text decoder", list(weights["text"].values()))
     for part, size in weights["towers"].items():
-        row(f"{part} (not loaded when text-only)", [size])
+        row(f"{part} tower ({'loaded' if size['is_loaded'] else 'not loaded'})", [size])
     console.print(table)
 
 
@@ -216,8 +223,9 @@ def _print_fits(console: Console, facts: Facts) -> None:
     """
     has_latent = any(layer.k_eq_v for layer in facts.spec.layers)
     choices = [(text_only, latent) for text_only in (True, False) for latent in (True, False)]
-    fits = [fit_of(facts, *choice) for choice in choices if (has_latent or choice[1]) and (facts.towers or choice[0])]
-    allowed, working = fits[0]["allowed_bytes"] / GB, fits[0]["working_bytes"] / GB
+    has_towers = bool(facts.loaded_towers.kinds)
+    fits = [fit_of(facts, *choice) for choice in choices if (has_latent or choice[1]) and (has_towers or choice[0])]
+    allowed = fits[0]["allowed_bytes"] / GB
     share = f"{facts.config.cache.gpu_memory_utilization:g} of {facts.gpu.memory_bytes / GB:.1f} GB"
     names = [
         f"{'text only' if fit['text_only'] else 'all parts'},\n{'latent' if fit['latent'] and has_latent else 'K and V'}"
@@ -225,7 +233,7 @@ def _print_fits(console: Console, facts: Facts) -> None:
     ]
     table = _table(f"What fits into {share}", ("",), names)
     table.add_row("weights GB", *(f"{fit['weight_bytes'] / GB:.2f}" for fit in fits))
-    table.add_row("activations GB, about", *(f"{working:.2f}" for _ in fits))
+    table.add_row("activations GB, about", *(f"{fit['working_bytes'] / GB:.2f}" for fit in fits))
     table.add_row("KV cache GB", *(_cache_size(fit) for fit in fits))
     table.add_row("slabs", *(f"{fit['num_slabs']:,}" for fit in fits))
     table.add_row("longest sequence, tokens", *(f"{fit['longest_sequence']:,}" for fit in fits))
@@ -253,10 +261,28 @@ def _notes(facts: Facts, fit: dict[str, Any], has_latent: bool, allowed_gb: floa
         notes.append(f"A sequence of {facts.max_model_len:,} tokens does not fit: the longest that fits has {longest:,}.")
     if not has_latent:
         notes.append("No layer has K=V, so the latent does not apply.")
-    if not facts.towers:
-        notes.append("The checkpoint has no vision or audio parts.")
+    notes += _tower_notes(facts)
     if not facts.gpu.arch.is_gpu:
         notes.append("On a CPU, the cache takes at most a quarter of the free memory, unless --kv-cache-memory-bytes is set.")
+    return notes
+
+
+def _tower_notes(facts: Facts) -> list[str]:
+    """Return what turning off each loaded tower would gain, and how to do it."""
+    if not facts.towers.kinds:
+        return ["The checkpoint has no vision or audio parts."]
+    kinds = {"vision": ("image", "video"), "audio": ("audio",)}
+    length, notes = facts.seq_lens[0], []
+    with_all = fit_of(facts, False, facts.latent)
+    for name in facts.loaded_towers.num_weights:
+        limits = facts.config.media.limits | dict.fromkeys(kinds[name], 0)
+        setting = json.dumps({kind: most for kind, most in limits.items() if most is not None})
+        config = replace(facts.config, media=MediaConfig(limit_mm_per_prompt=setting))
+        without = fit_of(replace(facts, config=config), False, facts.latent)
+        gained = (without["cache_bytes"] - with_all["cache_bytes"]) / GB
+        more = without["sequences"][str(length)] - with_all["sequences"][str(length)]
+        notes.append(f"Without the {name} tower: {gained:.2f} GB more KV cache, {more:,} more sequences of {length:,} tokens")
+        notes.append(f"  (--limit-mm-per-prompt '{setting}').")
     return notes
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from culet.kernels.eager import draft_round, fixed_step, fused, ops, sampling
+from culet.kernels.eager import draft_round, fixed_step, fused, ops, sampling, towers
 from culet.log import logger
 from culet.registry import lookup
 
@@ -26,6 +26,7 @@ TRITON_MODULES = (
         "norms.residual",
         "norms.qkv",
         "norms.pointwise",
+        "norms.patches",
         "experts.route",
         "experts.expert_mlp",
         "linear.few_tokens",
@@ -34,8 +35,9 @@ TRITON_MODULES = (
     *("drafting.token_layout", "drafting.accept_drafts", "drafting.draft_head", "drafting.draft_round", "drafting.context_kv"),
     "linear.norm_linear",
 )
-# These are eager on purpose. cuBLAS is best at the first, and only the eager twin of `prepare_qkv` needs the second.
-EAGER_ON_GPU = frozenset({"head", "store"})
+# These are eager on purpose. cuBLAS is best at the first, only the eager twin of `prepare_qkv` needs the second, and the third
+# calls torch's own fused attention.
+EAGER_ON_GPU = frozenset({"head", "store", "patch_attention"})
 
 # Weight formats. The tables above cover the ops that read a plain weight.
 PLAIN, E4M3, QUANTISED = "plain", "e4m3", "quantised"
@@ -64,7 +66,7 @@ def eager_ops() -> dict[str, Any]:
     """Return the eager twin of every op, by name."""
     return {
         name: value
-        for module in (ops, fused, draft_round, sampling, fixed_step)
+        for module in (ops, fused, draft_round, sampling, fixed_step, towers)
         for name, value in vars(module).items()
         if isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }

@@ -17,6 +17,9 @@ WEIGHT_STD = 0.02
 NARROW_BOUND = 1e-3
 # Norms, layer scalars, and the scales of router and experts are 1, so that the stream neither vanishes nor explodes.
 _ONES = ("norm.weight", "norm_1.weight", "norm_2.weight", "scale", "layer_scalar")
+_TOWER_ONES = ("norm_pre_attn.weight", "norm_post_attn.weight", "norm_out.weight", "_ln1.weight", "_ln2.weight")
+# A clipped linear of a tower has bounds on both sides. These leave most values as they are.
+_BOUNDS = {"_min": -16.0, "_max": 16.0}
 _CALM_ROUTING = 4.0  # standard deviation of the router's logits, which gives the last chosen expert little weight
 
 
@@ -43,10 +46,13 @@ def draw_model(spec: ModelSpec, draw: RandomDraw, weights: Weights, *, latent: b
 
 
 def fill_randomly(placements: Mapping[str, Placement], draw: RandomDraw, device: torch.device) -> None:
-    """Draw the tensors of a model or a drafter."""
+    """Draw the tensors of a model, a drafter or towers."""
     generator = torch.Generator(device=device)
     for name, placement in placements.items():
-        if name.endswith(_ONES) and draw.kind != "uniform":
+        if name[-4:] in _BOUNDS:
+            placement.fill(torch.full(placement.shape, _BOUNDS[name[-4:]], device=device))
+            continue
+        if name.endswith(_ONES + _TOWER_ONES) and draw.kind != "uniform":
             scale = _scale(name, placement.shape[0]) if draw.kind == "calm" else 1.0
             placement.fill(torch.full(placement.shape, scale, device=device))
             continue

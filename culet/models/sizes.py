@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.errors import CheckpointError
 from culet.models.spec import LayerSpec, ModelSpec
+from culet.models.towers.spec import read_towers
 
 MAX_WEIGHTS = 10**12
-_VISION_CHANNELS = 3
-_MEL_BINS = 128
-_CLIP_BOUNDS = 4  # scalars stored with each clipped linear: input_min, input_max, output_min, output_max
 
 
 def text_weights(spec: ModelSpec) -> dict[str, int]:
@@ -61,102 +58,7 @@ def _attention_weights(layer: LayerSpec, hidden: int) -> int:
 
 def tower_weights(config: Mapping[str, Any]) -> dict[str, int]:
     """Count the weights of the vision and audio parts of a wrapped config. Return {} if it has none."""
-    if config.get("text_config") is None:
-        return {}
-    hidden = config["text_config"]["hidden_size"]
-    is_unified = str(config.get("model_type")).startswith("gemma4_unified")
-    parts = {}
-    for name in ("vision", "audio"):
-        tower = config.get(f"{name}_config")
-        if tower is None:
-            continue
-        count, defaults = _TOWERS[name, is_unified]
-        try:
-            parts[name] = operator.index(count(defaults | tower, hidden))
-        except (ArithmeticError, TypeError, ValueError) as error:
-            raise CheckpointError(f"config.json: {name}_config: cannot compute its size: {error}") from error
-    return parts
-
-
-def _vision_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
-    """Count the patch embedder, the encoder and the projection into the decoder."""
-    hidden, width, head_dim = tower["hidden_size"], tower["intermediate_size"], tower["head_dim"]
-    num_linears = 7
-    queries, keys = tower["num_attention_heads"] * head_dim, tower["num_key_value_heads"] * head_dim
-    layer = 2 * hidden * queries + 2 * hidden * keys + 2 * head_dim + 3 * hidden * width + 4 * hidden
-    if tower.get("use_clipped_linears"):
-        layer += num_linears * _CLIP_BOUNDS
-    patch = _VISION_CHANNELS * tower["patch_size"] ** 2
-    total = hidden * patch + 2 * tower["position_embedding_size"] * hidden + tower["num_hidden_layers"] * layer
-    if tower.get("standardize"):
-        total += 2 * hidden
-    return total + hidden * text_hidden
-
-
-def _audio_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
-    """Count the convolutions that subsample frames, the conformer layers, and the projections into the decoder."""
-    hidden, (first, second) = tower["hidden_size"], tower["subsampling_conv_channels"]
-    head_dim, out = hidden // tower["num_attention_heads"], tower["output_proj_dims"]
-    num_linears = 10
-    subsample = 9 * first + first + 9 * first * second + second + (_MEL_BINS // 4) * second * hidden
-    feed_forward = 2 * hidden * 4 * hidden + 2 * hidden
-    attention = 5 * hidden * hidden + head_dim
-    convolution = 3 * hidden * hidden + hidden * tower["conv_kernel_size"] + 2 * hidden
-    layer = 2 * feed_forward + attention + convolution + 3 * hidden
-    if tower.get("use_clipped_linears"):
-        layer += num_linears * _CLIP_BOUNDS
-    return subsample + tower["num_hidden_layers"] * layer + hidden * out + out + out * text_hidden
-
-
-def _unified_vision_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
-    """Count a tower without an encoder.
-
-    It has one dense layer over 48 x 48 pixels, positions, four norms' worth of vectors, and the projection.
-    """
-    dim = tower["mm_embed_dim"]
-    patch = _VISION_CHANNELS * (tower["patch_size"] * tower["pooling_kernel_size"]) ** 2
-    norms = 2 * patch + 2 * dim + 2 * dim
-    return norms + patch * dim + dim + 2 * tower["mm_posemb_size"] * dim + dim * text_hidden
-
-
-def _unified_audio_weights(tower: Mapping[str, Any], text_hidden: int) -> int:
-    total: int = tower["audio_embed_dim"] * text_hidden
-    return total
-
-
-# By part, the function that counts its weights, and defaults for keys that its section may omit.
-_TOWERS: dict[tuple[str, bool], tuple[Callable[[Mapping[str, Any], int], int], dict[str, Any]]] = {
-    ("vision", False): (
-        _vision_weights,
-        {
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 12,
-            "head_dim": 64,
-            "patch_size": 16,
-            "position_embedding_size": 10240,
-        },
-    ),
-    ("audio", False): (
-        _audio_weights,
-        {
-            "hidden_size": 1024,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 8,
-            "conv_kernel_size": 5,
-            "subsampling_conv_channels": [128, 32],
-            "use_clipped_linears": True,
-            "output_proj_dims": 1536,
-        },
-    ),
-    ("vision", True): (
-        _unified_vision_weights,
-        {"patch_size": 16, "pooling_kernel_size": 3, "mm_embed_dim": 3840, "mm_posemb_size": 1120},
-    ),
-    ("audio", True): (_unified_audio_weights, {"audio_embed_dim": 640}),
-}
+    return read_towers(config).num_weights
 
 
 def working_bytes(spec: ModelSpec, itemsize: int, *, num_tokens: int, num_seqs: int) -> int:

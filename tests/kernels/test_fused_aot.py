@@ -27,7 +27,7 @@ from culet.kernels.triton.experts import expert_mlp, route
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.linear import few_tokens, norm_linear
 from culet.kernels.triton.linear.tiles import GATED, PLAIN, SOFTCAP, choose_tile
-from culet.kernels.triton.norms import pointwise, qkv, residual
+from culet.kernels.triton.norms import patches, pointwise, qkv, residual
 from culet.kernels.triton.sampling import draw as sampling
 from culet.kernels.triton.sampling import masks, penalties
 from culet.kernels.types import (
@@ -135,6 +135,11 @@ def small_launches(pdl: bool) -> Iterator[Launch]:
         q, k = meta(128, heads.num_heads, heads.head_dim), meta(128, heads.num_kv_heads, width)
         weight, slots = floats(heads.num_heads + heads.num_kv_heads, heads.head_dim), meta(128, dtype=torch.int64)
         yield qkv.describe_prepare(meta(128, columns), weight, rope, pages, slots, heads, (q, k, k), pdl)
+    for num_heads, size, bounds in ((16, 72, None), (12, 64, floats(3, 2))):
+        rope = Rope(floats(630, 1, size), floats(630, 1, size))
+        projected, out = meta(630, 3 * num_heads * size), meta(3, 630, num_heads, size)
+        yield patches.describe_patch_qkv(projected, floats(2, size), rope, num_heads, EPS, bounds, out, pdl)
+    yield patches.describe_clipped_gelu(meta(630, 6144), floats(3, 2), meta(630, 3072), pdl)
     yield pointwise.describe_gate_times(meta(16, 21504)[:, :10752], meta(16, 10752), meta(16, 10752), pdl, is_silu=True)
     yield pointwise.describe_ple(meta(2, 10752), meta(2, 10752), floats(256), 0.02, EPS, meta(2, 42, 256), pdl)
 

@@ -31,10 +31,11 @@ else:
     from culet.kernels.eager import fused as eager_fused
     from culet.kernels.eager import ops as eager_ops
     from culet.kernels.eager import sampling as eager_sampling
+    from culet.kernels.eager import towers as eager_towers
     from culet.kernels.triton.experts import expert_mlp, route
     from culet.kernels.triton.linear import few_tokens
     from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile
-    from culet.kernels.triton.norms import pointwise, qkv, residual
+    from culet.kernels.triton.norms import patches, pointwise, qkv, residual
     from culet.kernels.triton.sampling import draw as sampling
     from culet.kernels.triton.sampling import masks, penalties
     from culet.kernels.types import HeadShape, Penalties, RowSettings
@@ -114,6 +115,24 @@ else:
         assert_close_or_empty(few_tokens.linear_gelu_times(x, w, factor), eager_fused.linear_gelu_times(x, w, factor))
         assert_close_or_empty(few_tokens.capped_head(x, w, 30.0), eager_fused.capped_head(x, w, 30.0))
         assert_close_or_empty(few_tokens.capped_head(x, w, None), eager_fused.capped_head(x, w, None))
+
+    # --- vision towers ---
+
+    @pytest.mark.parametrize(("heads", "size"), [(3, 24), (4, 16)])
+    @pytest.mark.parametrize("bounds", [None, [[0.4, 0.9], [-0.5, 0.7], [-0.2, 1.0]]])
+    def test_patch_qkv(heads: int, size: int, bounds: list[list[float]] | None) -> None:
+        projected, weights = torch.randn(5, 4 * heads * size)[:, : 3 * heads * size], torch.rand(2, size) + 0.5
+        rope = eager_ops.rope(torch.arange(5) * 7, torch.rand(size // 2))
+        arguments = projected, weights, rope, heads, EPS, None if bounds is None else torch.tensor(bounds)
+        expected = eager_towers.patch_qkv(projected.contiguous(), *arguments[1:])
+        for got, wanted in zip(patches.patch_qkv(*arguments), expected, strict=True):
+            assert_close(got, wanted)
+        assert [x.shape[0] for x in patches.patch_qkv(projected[:0], *arguments[1:])] == [0, 0, 0]
+
+    def test_clipped_gelu_mul() -> None:
+        gate_up, bounds = torch.randn(5, 2 * 1100), torch.tensor([[-0.5, 1.0], [-0.7, 0.8], [0.01, 0.6]])
+        assert_close(patches.clipped_gelu_mul(gate_up, bounds), eager_towers.clipped_gelu_mul(gate_up, bounds))
+        assert patches.clipped_gelu_mul(gate_up[:0], bounds).shape == (0, 1100)
 
     def test_callers_sum_the_parts_of_a_split() -> None:
         x, w = torch.randn(5, 1024), torch.randn(64, 1024) / 32

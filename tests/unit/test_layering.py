@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "cache": ("kernels",),
     "attention": ("kernels", "cache"),
     "layers": ("parallel", "attention"),
-    "models": ("layers",),
+    "models": ("layers", "media"),
     "sampling": ("kernels",),
     "drafters": ("models", "sampling"),
     "scheduler": ("cache",),
@@ -59,6 +59,7 @@ TORCH_FREE = (
         for name in ("items", "spec", "limits", "messages", "sources", "fetch", "pool", "queue", "reader", "prompt")
     ),
     *("culet.models.spec", "culet.models.checkpoint", "culet.models.variants", "culet.models.sizes"),
+    "culet.models.towers.spec",
     "culet.layers.weight.byte_sizes",
     *("culet.drafters.mtp.spec", "culet.drafters.dflash.spec"),
     *("culet.drafters.base", "culet.drafters.mtp.plan", "culet.drafters.dflash.plan"),

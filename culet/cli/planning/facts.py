@@ -15,11 +15,13 @@ from culet.errors import CheckpointError, ConfigError
 from culet.hardware import Gpu, find_gpu
 from culet.layers.weight.byte_sizes import bytes_per_value
 from culet.layers.weight.quantised.scheme import GGUF
+from culet.media.items import MediaKind
 from culet.models.folder import read_config
 from culet.models.quantised.config import read_quantisation
 from culet.models.quantised.part_bytes import part_bytes
-from culet.models.sizes import Room, pages_of_sequence, slabs_of_sequence, text_weights, tower_weights, working_bytes
+from culet.models.sizes import Room, pages_of_sequence, slabs_of_sequence, text_weights, working_bytes
 from culet.models.spec import ModelSpec, read_spec
+from culet.models.towers.spec import TowerSpecs, read_towers
 from culet.models.variants import VARIANTS
 
 DEFAULT_SEQ_LENS = (2000, 8192, 32768)
@@ -34,7 +36,7 @@ class Facts:
     name: str
     spec: ModelSpec
     values: dict[str, Any]  # config.json
-    towers: dict[str, int]  # number of elements in the vision and audio towers
+    towers: TowerSpecs  # all that the checkpoint has
     gpu: Gpu
     config: Config
     dtype: str
@@ -53,6 +55,11 @@ class Facts:
     @property
     def layout(self) -> CacheLayout:
         return self.layouts[self.latent]
+
+    @property
+    def loaded_towers(self) -> TowerSpecs:
+        """The towers that the settings want."""
+        return self.towers.only(frozenset(MediaKind(kind) for kind in self.config.media.kinds))
 
     @property
     def precision(self) -> str:
@@ -94,7 +101,7 @@ def gather(model: str, gpu_name: str, config: Config, seq_lens: Sequence[int] = 
         name=name,
         spec=spec,
         values=values,
-        towers=tower_weights(values),
+        towers=read_towers(values),
         gpu=gpu,
         config=config,
         dtype=dtype,
@@ -159,6 +166,7 @@ def report(facts: Facts) -> dict[str, Any]:
             "latent": facts.latent,
             "gpu_memory_utilization": facts.config.cache.gpu_memory_utilization,
             "max_model_len": facts.max_model_len,
+            "media": sorted(facts.loaded_towers.kinds),
             "attention_backend": facts.config.model.attention_backend,
         },
         "attention": _attention(facts.attention),
@@ -209,13 +217,16 @@ def draft_bytes(facts: Facts) -> int:
 def weights_of(facts: Facts) -> dict[str, Any]:
     """Return the parameters and bytes of each part of the text decoder and the towers."""
     each = bytes_per_value(_ITEMSIZES[facts.dtype])
-    text, towers = text_weights(facts.spec), facts.towers
+    text, towers, loaded = text_weights(facts.spec), facts.towers.num_weights, facts.loaded_towers.num_weights
     sizes = part_bytes(facts.spec, facts.values, _ITEMSIZES[facts.dtype], facts.config.model.quantization)
     return {
         "text": {part: {"parameters": count, "bytes": sizes[part]} for part, count in text.items()},
-        "towers": {part: {"parameters": count, "bytes": round(count * each)} for part, count in towers.items()},
+        "towers": {
+            part: {"parameters": count, "bytes": round(count * each), "is_loaded": part in loaded}
+            for part, count in towers.items()
+        },
         "text_bytes": sum(sizes.values()),
-        "tower_bytes": round(sum(towers.values()) * each),
+        "tower_bytes": round(sum(loaded.values()) * each),
     }
 
 
@@ -244,15 +255,17 @@ def _cache(facts: Facts, latent: bool) -> dict[str, Any]:
 
 
 def fit_of(facts: Facts, text_only: bool, latent: bool) -> dict[str, Any]:
-    """Return what fits into memory, with or without the towers and the latent."""
-    schedule, weights = facts.config.schedule, weights_of(facts)
+    """Return what fits into memory, with or without the towers that the settings want, and with or without the latent."""
+    schedule, weights, itemsize = facts.config.schedule, weights_of(facts), _ITEMSIZES[facts.dtype]
     weight_bytes = weights["text_bytes"] + (0 if text_only else weights["tower_bytes"]) + draft_bytes(facts)
     working = working_bytes(
         facts.spec,
-        _ITEMSIZES[facts.dtype],
+        itemsize,
         num_tokens=min(schedule.max_num_batched_tokens, facts.max_model_len * schedule.max_num_seqs),
         num_seqs=schedule.max_num_seqs,
     )
+    if not text_only:
+        working += facts.loaded_towers.working_bytes(itemsize)
     allowed = int(facts.gpu.memory_bytes * facts.config.cache.gpu_memory_utilization)
     room = Room(facts.layouts[latent], allowed - weight_bytes - working)
     counts = {length: room.sequences(length) for length in facts.seq_lens}

@@ -103,7 +103,11 @@ class Weights(Site):
 
     def vector(self, name: str, *shape: int, order: Tensor | None = None) -> nn.Parameter:
         """Make norm weights or other small scales. They are float32 in every format, so that they add no rounding."""
-        return self._small(name, torch.empty(*shape, dtype=torch.float32, device=self.device), order)
+        return self._small(name, torch.empty(shape, dtype=torch.float32, device=self.device), order)
+
+    def array(self, name: str, *shape: int) -> nn.Parameter:
+        """Make a weight that is read as it is (positions, convolutions, biases), in the activations' dtype in every format."""
+        return self._small(name, torch.empty(shape, dtype=self.dtype, device=self.device), None)
 
     def token_ids(self, name: str, *shape: int) -> nn.Parameter:
         """Make token ids, stored as one row. They are int64, because a vocabulary of 262,144 needs more than 16 bits."""

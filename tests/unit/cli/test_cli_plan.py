@@ -198,6 +198,36 @@ def test_text_only_checkpoint_has_no_towers(tmp_path: Path):
     assert "all parts" not in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kinds", "parts"),
+    [
+        ((), ["audio", "image", "video"], {"vision", "audio"}),
+        (("--limit-mm-per-prompt", '{"audio": 0, "image": 4}'), ["image", "video"], {"vision"}),
+        (("--limit-mm-per-prompt", '{"video": 0}'), ["audio", "image", "video"], {"vision", "audio"}),
+        (("--limit-mm-per-prompt", '{"image": 0, "video": 0}'), ["audio"], {"audio"}),
+        (("--language-model-only",), [], set()),
+    ],
+)
+def test_towers_that_are_not_wanted_take_no_memory(arguments, kinds, parts):
+    report = data("E4B", "--gpu", "h200", *arguments)
+    assert report["settings"]["media"] == kinds
+    towers = report["weights"]["towers"]
+    assert {name for name, tower in towers.items() if tower["is_loaded"]} == parts
+    assert report["weights"]["tower_bytes"] == sum(tower["bytes"] for tower in towers.values() if tower["is_loaded"])
+    text_only, everything = (next(fit for fit in report["fits"] if fit["text_only"] is only) for only in (True, False))
+    assert (everything["cache_bytes"] < text_only["cache_bytes"]) == bool(parts)
+    assert (everything["working_bytes"] > text_only["working_bytes"]) == bool(parts)
+
+
+def test_notes_say_what_a_tower_costs():
+    lines = invoke("E4B", "--gpu", "h200", "--limit-mm-per-prompt", '{"image": 3}').stdout
+    gained = [line for line in lines.splitlines() if line.startswith("Without the")]
+    assert [line.split()[2] for line in gained] == ["vision", "audio"]
+    assert all(float(line.partition("tower: ")[2].split()[0]) > 0.3 for line in gained)
+    assert """--limit-mm-per-prompt '{"image": 3, "audio": 0}'""" in lines
+    assert "Without the" not in invoke("E4B", "--gpu", "h200", "--language-model-only").stdout
+
+
 # Tables
 
 
@@ -206,7 +236,7 @@ def test_tables_are_plain_and_complete():
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout
     assert "…" not in result.stdout
-    words = ["sliding", "global", "latent of 640", "819,200", "51,200", "838.9", "16.956", "61.395", "vision (not loaded"]
+    words = ["sliding", "global", "latent of 640", "819,200", "51,200", "838.9", "16.956", "61.395", "vision tower (loaded)"]
     for word in [*words, "text only", "all parts", "K and V", "sequences of 2,000", "tokens in total", "not torch_cpu:"]:
         assert word in result.stdout, word
     for column in ("61.39", "62.55"):

@@ -471,4 +471,5 @@ def test_only_formats_know_the_bytes() -> None:
     assert [path for path in files if bytes_of.search(path.read_text())] == []
     assert [path for path in files if ".parameters()" in path.read_text()] == [root / "layers/layer.py"]
     models = [path for path in files if path.relative_to(root).parts[0] in ("layers", "models", "drafters", "parallel")]
-    assert [path for path in models if dtype_of.search(path.read_text())] == []
+    pixels = root / "models/towers/packing.py"  # its uint8 are pixels, not weights
+    assert [path for path in models if path != pixels and dtype_of.search(path.read_text())] == []

@@ -1,0 +1,1 @@
+"""Towers compared with transformers on tiny checkpoints, and their traps."""
