@@ -51,7 +51,8 @@ class Server:
         self.port = free_port()
         self._log = open(log, "w") if log is not None else subprocess.DEVNULL  # noqa: SIM115 (lives as long as the process)
         command = [sys.executable, "-P", "-m", "culet.cli.main", "serve", "--port", str(self.port), *arguments]
-        self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        # Its own session, so that Linux does not count its work and that of the attackers as one.
+        self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log, start_new_session=True)
 
     def memory_mb(self) -> float:
         """Return the resident memory of the web process."""

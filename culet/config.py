@@ -11,6 +11,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from culet.errors import ConfigError
+from culet.limits import read_limits
 
 
 def option(default: Any, doc: str, *, flag: str = "", choices: tuple[str, ...] = ()) -> Any:
@@ -237,8 +238,24 @@ class MediaConfig:
     limit_mm_per_prompt: str | None = option(
         None, "Most items of each kind in a prompt, as a JSON object with image, video and audio; 0 does not load their tower."
     )
+    media_cache_memory_bytes: int = option(
+        512 << 20, "Size of the cache for features of images, video and audio, which requests share, in bytes."
+    )
+    max_encoder_tokens: int = option(
+        560,
+        "Maximum number of tokens of images, video and audio to encode beside a step that decodes; one item may have more.",
+    )
+    max_media_bytes: int = option(
+        1 << 30, "Maximum size of the decoded images, video and audio of all requests; further ones are refused."
+    )
+    image_mask: str = option(
+        "trained",
+        "Keys that the tokens of an image see on 12B: as it was most likely trained, or as in transformers.",
+        choices=("trained", "transformers"),
+    )
 
     def __post_init__(self) -> None:
+        _positive(self, "media_cache_memory_bytes", "max_encoder_tokens", "max_media_bytes")
         _ = self.limits  # raises on a bad setting before the model is loaded
 
     @property
@@ -275,58 +292,6 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     given: frozenset[str] = frozenset()  # fields that the user set. Others may be derived from the model and the machine.
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one client may ask of the server, and how long it may take. `--limits n=4,body_mb=64` changes some of them."""
-
-    body_mb: int = 16  # size of a request
-    bodies_mb: int = 128  # size of all requests that are being read or prepared
-    json_values: int = 300_000  # in one request. A list or an object counts as eight.
-    messages: int = 4096  # in one chat
-    tools: int = 128  # in one chat
-    prompts: int = 128  # in one completions request
-    n: int = 16  # samples of one prompt
-    stops: int = 16  # stop strings
-    logprobs: int = 20  # most likely tokens to report for each position
-    logit_bias: int = 1024  # tokens with a bias
-    prompt_bytes: int = 16  # size of messages and tools as JSON, per token of the context
-    waiting_prompts: int = 4096  # that wait to be tokenized, short and long ones each
-    waiting_prompt_mb: int = 32  # total size of these, short and long ones each
-    connections: int = 4096  # open at once
-    header_s: int = 10  # for a client to send its request headers
-    body_s: int = 30  # for a client to send the request body
-    write_s: int = 60  # for a client to read what was sent to it
-    grammar_s: int = 5  # to compile one schema, regex or grammar, counted from the arrival of its request
-    grammars: int = 64  # requests that wait for a new grammar to be compiled
-    tool_kb: int = 1024  # JSON of all tools in one request
-    answer_mb: int = 32  # log-probabilities and repeated prompts in one answer
-    answers_mb: int = 64  # the same, of all answers that are being built
-    stored: int = 1024  # responses that are kept with --store-responses
-    stored_mb: int = 64  # their size
-    stored_s: int = 3600  # for how long one is kept after its last use
-    markdown_kb: int = 256  # of text that the web page has rendered at once
-    markdown_s: int = 5  # to render it
-    step_s: int = 300  # for one step of the engine before it counts as dead
-
-    def __post_init__(self) -> None:
-        if self.bodies_mb < self.body_mb:
-            raise ConfigError(f"limits: bodies_mb: got {self.bodies_mb}, expected at least body_mb, which is {self.body_mb}")
-
-
-def read_limits(text: str) -> Limits:
-    """Parse `name=number,...`, with defaults for the rest. Errors name the bad part."""
-    known = {entry.name for entry in fields(Limits)}
-    values: dict[str, int] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = part.partition("=")
-        if name not in known:
-            raise ConfigError(f"limits: unknown name {name!r}", hint=f"known names: {', '.join(sorted(known))}")
-        if not value.isdecimal() or not 0 < int(value) < 2**31:
-            raise ConfigError(f"limits: {name}: got {value!r}, expected a whole number above 0", hint="example: n=4,body_mb=64")
-        values[name] = int(value)
-    return Limits(**values)
 
 
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh")

@@ -74,10 +74,11 @@ class ChildProcess(ABC):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C must not reach it
+            # Ctrl-C must not reach it. It stays in this session, because Linux compares niceness only within one.
+            process_group=0,
         )
         with suppress(OSError):  # it may have ended already
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS))
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()

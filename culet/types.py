@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 
 from culet.errors import BadRequest
+from culet.media.items import MediaItem
 
 MAX_SEED = 2**64 - 1
 
@@ -284,6 +285,12 @@ class Request:
     media: tuple[MediaSpan, ...] = ()  # in ascending order, without overlap
     cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
     tenant: str = ""  # whose request it is. Tenants get equal shares of the engine.
+    items: tuple[MediaItem, ...] = ()  # the content of `media`, found by key
+
+    @property
+    def num_item_bytes(self) -> int:
+        """The bytes that its media take until it ends."""
+        return sum([len(item.data) for item in self.items])
 
     def sampling_of(self, sample: int) -> Sampling:
         return replace(self.sampling, sample=sample)
@@ -349,12 +356,18 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One complete step, from the scheduler to a worker. Entries come first, then page copies, then the forward pass."""
+    """One complete step, from the scheduler to a worker. Entries come first, then page copies, then the forward pass.
+
+    Towers encode `encodes` beside the forward pass. Rows use only features that an earlier result reported. A plan without
+    rows waits for the features that are being encoded.
+    """
 
     step_id: int
     entries: tuple[Entry, ...]
     copies: tuple[tuple[int, int], ...]  # (from page, to page) for each shared page that is about to be written
     rows: tuple[Row, ...]
+    drops: tuple[bytes, ...] = ()  # keys of features to forget before anything is encoded
+    encodes: tuple[MediaItem, ...] = ()  # media whose features are computed from now on
 
     def with_rows(self, rows: Iterable[Row]) -> StepPlan:
         """Return the same plan with other rows."""
@@ -389,6 +402,7 @@ class StepResult:
     step_id: int
     drawn: tuple[Drawn, ...]
     prompt_logprobs: Mapping[int, tuple[Logprobs, ...]] = field(default_factory=dict)  # by slot, for this chunk's tokens
+    encoded: tuple[bytes, ...] = ()  # keys of features that have become ready
 
 
 class TokenDelta(Struct, array_like=True, frozen=True, gc=False):

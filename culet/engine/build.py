@@ -8,7 +8,8 @@ process can call it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +26,18 @@ from culet.engine.start_times import StartTimes
 from culet.errors import ConfigError
 from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cache
 from culet.log import chose
+from culet.media.items import MediaKind
 from culet.models.gemma4 import Gemma4
 from culet.models.quantised.part_bytes import part_bytes
+from culet.models.towers.spec import read_towers
+from culet.models.towers.towers import Towers, load_towers
 from culet.models.weights import explain_not_finite, load_model
 from culet.runner.captures import Captures
+from culet.runner.media.step_media import ImageMask, image_mask, placeholder_ids
 from culet.runner.runner import Runner
 from culet.runner.worker import Worker
 from culet.scheduler.draft_length import DraftPolicy
+from culet.scheduler.media.features import FeatureLedger
 from culet.scheduler.scheduler import Scheduler
 from culet.structured.compiler import GrammarCompiler
 from culet.structured.queue import GrammarQueue
@@ -107,10 +113,12 @@ class _Built:
 def _build_here(setup: Setup, compiler: GrammarCompiler, times: StartTimes, *, progress: bool) -> _Built:
     device = _prepare_device(setup)
     model, drafter = _load(setup, times, progress=progress)
-    num_slabs = _size_cache(setup, model, drafter, device.free_bytes, times)
+    towers = _load_towers(setup, times, progress=progress)
+    num_slabs = _size_cache(setup, model, drafter, towers, device.free_bytes, times)
     max_model_len = _resolve_max_model_len(setup, num_slabs)
     runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
     runner.use_grammars(compiler)
+    _use_media(setup, runner, towers)
     read = None if drafter is None else ReadBytes.of_models(model, drafter)
     return _Built(runner, num_slabs, max_model_len, read, device.compile_count)
 
@@ -143,6 +151,7 @@ def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int
     model, drafter = _load(setup, times, progress=False)
     runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
     runner.use_grammars(_make_compiler(setup, _make_tokenizer(setup)))
+    _use_media(setup, runner, _load_towers(setup, times, progress=False))
     return runner
 
 
@@ -191,10 +200,25 @@ def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, D
         return model, setup.draft_plan.build(model, setup.draft_backends, progress=progress)
 
 
+def _load_towers(setup: Setup, times: StartTimes, *, progress: bool) -> Towers | None:
+    kinds = _tower_kinds(setup)
+    if not kinds:
+        return None
+    with times.part("towers"):
+        return load_towers(setup.checkpoint, dtype=setup.dtype, device=setup.device, kinds=kinds, progress=progress)
+
+
+def _tower_kinds(setup: Setup) -> frozenset[MediaKind]:
+    """Return the kinds of media that are wanted and that the checkpoint has towers for."""
+    return frozenset(map(MediaKind, setup.config.media.kinds)) & read_towers(setup.checkpoint.config).kinds
+
+
 # The KV cache
 
 
-def _size_cache(setup: Setup, model: Gemma4, drafter: Drafter | None, free_bytes: int, times: StartTimes) -> int:
+def _size_cache(
+    setup: Setup, model: Gemma4, drafter: Drafter | None, towers: Towers | None, free_bytes: int, times: StartTimes
+) -> int:
     """Return the number of slabs in the KV cache: as given, or as many as fit. On a GPU, this also compiles kernels."""
     config, layout, given = setup.config, setup.layout, _planned_slabs(setup)
     if given is not None and not setup.is_gpu:
@@ -208,6 +232,7 @@ def _size_cache(setup: Setup, model: Gemma4, drafter: Drafter | None, free_bytes
         max_model_len=config.model.max_model_len or setup.spec.max_position,
         has_graphs=setup.has_graphs,
         drafter=drafter,
+        image_mask=ImageMask.CAUSAL if towers is None else _image_mask(setup),
     )
     with times.part("kernels"):
         rehearsal.compile_kernels()
@@ -215,6 +240,9 @@ def _size_cache(setup: Setup, model: Gemma4, drafter: Drafter | None, free_bytes
         return given
     with times.part("memory rehearsal"):
         needs = rehearsal.measure()
+        if towers is not None:
+            activations = memory.measure_peak(setup.device, partial(towers.encode, memory.heaviest_images(towers.kinds)))
+            needs = replace(needs, media=setup.config.media.media_cache_memory_bytes + activations)
     utilization = config.cache.gpu_memory_utilization
     return memory.slabs_for_gpu(layout, setup.device, utilization=utilization, free_before=free_bytes, needs=needs)
 
@@ -289,6 +317,29 @@ def _capture_graphs(setup: Setup, runner: Runner) -> None:
     chose("CUDA graphs", num_captured, f"{kinds} of up to {sizes} sequences")
 
 
+def _use_media(setup: Setup, runner: Runner, towers: Towers | None) -> None:
+    runner.use_media(towers, placeholder_ids(setup.checkpoint.config, setup.spec.vocab_size), _image_mask(setup))
+
+
+def _image_mask(setup: Setup) -> ImageMask:
+    return image_mask(setup.spec.image_attention, setup.config.media.image_mask)
+
+
+def _make_features(setup: Setup) -> FeatureLedger | None:
+    """Return the account of the runner's features, or None if it has no towers."""
+    kinds = _tower_kinds(setup)
+    if not kinds:
+        return None
+    media = setup.config.media
+    return FeatureLedger(
+        kinds=kinds,
+        token_bytes=setup.spec.hidden_size * setup.dtype.itemsize,
+        max_bytes=media.media_cache_memory_bytes,
+        max_step_tokens=media.max_encoder_tokens,
+        max_item_bytes=media.max_media_bytes,
+    )
+
+
 def _make_compiler(setup: Setup, tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler.for_tokenizer(tokenizer, setup.spec.vocab_size, setup.checkpoint.defaults.eos_token_ids)
 
@@ -305,6 +356,7 @@ def _make_scheduler(setup: Setup, built: _Built) -> Scheduler:
         policy=_make_draft_policy(setup, built.read),
         # Captured steps determine on the device where their rows begin.
         plans_open=setup.has_graphs and max_drafts > 0,
+        features=_make_features(setup),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from culet.cache.spec import CacheLayout
 from culet.config import Config
 from culet.engine.build import MakeWorker, build_parts, finish_start
+from culet.errors import BadRequest
 from culet.runner.worker import LaunchedStep
 from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, GrammarSpec, Request, TokenDelta
@@ -41,6 +42,7 @@ class Engine:
         finish_start(parts, self.add, self.step)
         self.start_times = parts.times
         self.kernels_compiled = parts.num_compiled
+        self._compile_count = parts.compile_count
 
     @property
     def layout(self) -> CacheLayout:
@@ -51,6 +53,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request. If it has a grammar, call `check_grammar` first. It then starts once the grammar is compiled."""
+        if request.media and self._scheduler.features is None:
+            hint = "use a checkpoint that has towers, and start without --language-model-only"
+            raise BadRequest("media: no tower for images, video or audio is loaded", hint=hint)
         if request.grammar is None:
             self._scheduler.add(request)
             return
@@ -91,6 +96,7 @@ class Engine:
             self._scheduler.stats(),
             verify_seconds=seconds.get("verify", 0.0),
             draft_seconds=seconds.get("draft", 0.0),
+            kernels_compiled=0 if self._compile_count is None else self._compile_count.while_serving,
         )
 
     def step(self) -> list[TokenDelta]:
@@ -100,7 +106,7 @@ class Engine:
         If a step fails, raise. The next call returns the ends of the requests that were part of it, even if `has_work` is
         false by then. All others go on.
         """
-        for request_id, error in self._grammars.done():
+        for request_id, error in self._grammars.done(self._scheduler.is_alive):
             if error:
                 self._scheduler.cancel(request_id, reason=FinishReason.ERROR, error=error)
             self._scheduler.release(request_id)

@@ -15,9 +15,10 @@ from culet.config import Config, build_config
 from culet.engine.engine import Engine
 from culet.errors import ConfigError, QueueFull
 from culet.log import logger
+from culet.media.items import MediaItem
 from culet.text.output import MakeOutput, OutputDelta
 from culet.text.output_pieces import ToolCall
-from culet.types import FinishReason, Logprobs, Request, SamplingParams, TokenDelta
+from culet.types import FinishReason, Logprobs, MediaSpan, Request, SamplingParams, TokenDelta
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,15 @@ class JobLoop:
     def next_id(self) -> str:
         return str(next(self._numbers))
 
-    def make_request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+    def make_request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        media: Sequence[MediaSpan] = (),
+        items: Sequence[MediaItem] = (),
+    ) -> Request:
         """Return a complete request. Raise if it cannot be served. Blocks while its grammar is checked."""
-        request = self.engine.rules.make_request(self.next_id(), prompt, params)
+        request = self.engine.rules.make_request(self.next_id(), prompt, params, media=media, items=items)
         self.engine.check_grammar(request)
         return request
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from culet.cache.spec import CacheLayout
 from culet.errors import ConfigError
 from culet.log import chose
+from culet.media.items import MediaItem, MediaKind
 from culet.scheduler.admission import least_pages
 from culet.scheduler.group_pages import max_held_pages
 
@@ -29,10 +30,11 @@ class Needs:
     activations: int  # for the heaviest step
     buffers: int  # for slots and fixed-shape steps
     graphs: int
+    media: int = 0  # for cached features, and for towers that work beside a step
 
     @property
     def total(self) -> int:
-        return self.activations + self.buffers + self.graphs
+        return self.activations + self.buffers + self.graphs + self.media
 
 
 def cpu_has_bfloat16() -> bool:
@@ -127,6 +129,7 @@ def slabs_for_gpu(layout: CacheLayout, device: torch.device, *, utilization: flo
     left = budget - weights - needs.total - layout.slab_bytes  # one slab is the spare page
     parts = f"{budget / GIB:.2f} GiB allowed - {weights / GIB:.2f} weights - {needs.activations / GIB:.2f} activations"
     parts += f" - {needs.buffers / GIB:.2f} buffers - {needs.graphs / GIB:.2f} graphs"
+    parts += f" - {needs.media / GIB:.2f} media" if needs.media else ""
     if left < layout.slab_bytes:
         raise ConfigError(
             f"no memory is left for the KV cache: {parts}",
@@ -134,6 +137,13 @@ def slabs_for_gpu(layout: CacheLayout, device: torch.device, *, utilization: flo
         )
     chose("kv-cache-memory-bytes", f"{left} ({left / GIB:.2f} GiB)", parts)
     return left // layout.slab_bytes
+
+
+def heaviest_images(kinds: Collection[MediaKind]) -> list[MediaItem]:
+    """Return images that fill one pass of a tower, or nothing if images are off, because clips of audio need less."""
+    side, num_tokens = 1584, 1089  # a square with the largest budget
+    image = MediaItem(MediaKind.IMAGE, b"", num_tokens, (side, side, 3), bytes(side * side * 3))
+    return [image] * 2 if MediaKind.IMAGE in kinds else []
 
 
 def measure_peak(device: torch.device, run: Callable[[], object]) -> int:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from culet.attention.base import AttentionBackend
 from culet.cache.pool import Pool
@@ -20,13 +21,17 @@ from culet.config import ScheduleConfig
 from culet.drafters.base import Drafter
 from culet.engine.memory import Needs, measure_peak
 from culet.kernels.compiling import compile_ahead, mark_of
-from culet.models.gemma4 import Gemma4
+from culet.media.items import MediaItem, MediaKind
+from culet.models.gemma4 import LOGITS_ROWS, Gemma4
 from culet.runner.captures import Captures
 from culet.runner.draft_round import draft_lengths
 from culet.runner.fixed.shapes import FixedShapes
+from culet.runner.media.step_media import ImageMask
 from culet.runner.runner import Runner
 from culet.scheduler.sequence import MAX_SCORED_CHUNK
-from culet.types import Entry, PageTable, Row, Sampling, StepPlan
+from culet.structured.compiler import GrammarCompiler
+from culet.structured.matcher import Vocabulary
+from culet.types import Entry, MediaSpan, OutputRules, PageTable, Row, Sampling, StepPlan
 
 # Kernels vary with the number of tokens in a step (matmul tiles, grouped experts), of rows, and of queries in a short row.
 TOKEN_COUNTS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 513, 768, 1024, 2048, 4096, 8192)
@@ -57,6 +62,7 @@ class Rehearsal:
         max_model_len: int,
         has_graphs: bool,
         drafter: Drafter | None = None,
+        image_mask: ImageMask = ImageMask.CAUSAL,
     ) -> None:
         self.model, self.layout, self.backends = model, layout, backends
         self.max_num_seqs, self.budget = schedule.max_num_seqs, schedule.max_num_batched_tokens
@@ -64,6 +70,7 @@ class Rehearsal:
         self.max_model_len = max_model_len
         self.has_graphs = has_graphs
         self.drafter = drafter
+        self.image_mask = image_mask
 
     # Kernels
 
@@ -74,7 +81,7 @@ class Rehearsal:
         backends = [type(backend).__qualname__ for backend in self.backends]
         model = self.model
         target = model.spec, model.dtype, model.latent, model.kernel_keys()
-        facts = (target, self.layout, backends, self._drafter_facts())
+        facts = (target, self.layout, backends, self._drafter_facts(), self.image_mask)
         # With a short context or without graphs, some kernels are not compiled, and a later start may need them.
         mark = mark_of(gpu, torch.__version__, facts, self.max_num_seqs, self.budget, self._longest, self.has_graphs)
         if mark.exists():
@@ -136,16 +143,40 @@ class Rehearsal:
                     short_rows = [(CONTEXT, queries, 1)] * (num_rows - 1)
                     yield self._plan([*short_rows, (CONTEXT, queries, 1)])
                     yield self._plan([*short_rows, (CONTEXT, BESIDE, 1)])  # beside a prompt
-        for settings in (
-            replace(self.sampling, temperature=0.0),
-            replace(self.sampling, temperature=1.0, top_k=0, top_p=1.0),
-            replace(self.sampling, temperature=1.0, top_k=64, top_p=0.95),
-            self._demanding,
-        ):
-            yield self._plan([(0, 1, 1)], settings)
+        for settings in self.drawn_together:
+            yield self._plan([(0, 1, 1)] * len(settings), settings)
+        yield self._bound_plan()
+        # The head's kernel varies with the number of logits. A prompt that is scored may have any, and so may drafts.
+        for count in TOKEN_COUNTS:
+            if count <= LOGITS_ROWS and count < self._longest:
+                yield self._scored_plan(count + 1)  # the last token of a prompt is not scored
         for num_drafts in () if self.drafter is None else draft_lengths(self.drafter.max_drafts):
             plan = self._plan([(0, 1, 1)])
             yield plan.with_rows(row._replace(num_wanted=num_drafts) for row in plan.rows)
+        yield from self._image_steps()
+
+    def _image_steps(self) -> Iterator[StepPlan]:
+        """Yield steps with an image whose tokens see each other, alone and beside a decode row."""
+        if self.image_mask is ImageMask.CAUSAL or self._longest < BESIDE or self.max_model_len <= CONTEXT + BESIDE:
+            return
+        image = MediaItem(MediaKind.IMAGE, b"rehearsal", BESIDE - 2, (0,), b"")
+        yield StepPlan(0, (), (), (), encodes=(image,))
+        shapes: list[list[Shape]] = [[(0, BESIDE, 1)], [(CONTEXT, BESIDE, 1)]]
+        if self.max_num_seqs > 1 and self.budget > BESIDE:
+            shapes.append([(CONTEXT, BESIDE, 1), (CONTEXT, 1, 1)])
+        for rows in shapes:
+            plan, start = self._plan(rows), rows[0][0]
+            entry = replace(plan.entries[0], media=(MediaSpan(start + 1, image.num_tokens, image.key),))
+            yield replace(plan, entries=(entry, *plan.entries[1:]))
+
+    @property
+    def drawn_together(self) -> list[tuple[Sampling, ...]]:
+        """Settings of rows that are drawn in one step. Together, they use every kernel that draws."""
+        greedy = replace(self.sampling, temperature=0.0)
+        whole = replace(self.sampling, temperature=1.0, top_k=0, top_p=1.0)  # from the whole vocabulary
+        few = replace(self.sampling, temperature=1.0, top_k=64, top_p=0.95)
+        steps = [(greedy,), (whole,), (few,), (few, whole), (self._demanding,)]
+        return [settings for settings in steps if len(settings) <= self.max_num_seqs]
 
     @property
     def _demanding(self) -> Sampling:
@@ -206,7 +237,8 @@ class Rehearsal:
         yield self._scored_plan(min(MAX_SCORED_CHUNK, self.budget, self.max_model_len - 1))
         num_rows = min(self.max_num_seqs, self.budget)
         lengths = [self.budget // num_rows + (index < self.budget % num_rows) for index in range(num_rows)]
-        yield self._plan([(0, min(length, self.max_model_len - 1), 1) for length in lengths], self._demanding)
+        shapes = [(0, min(length, self.max_model_len - 1), 1) for length in lengths]
+        yield self._plan(shapes, [self._demanding] * num_rows)
         yield self._plan([(0, min(self.budget, self.max_model_len - 1), 1)])
 
     # Steps
@@ -214,13 +246,22 @@ class Rehearsal:
     def _runner(self) -> Runner:
         pool = Pool(self.layout, 1, self.model.dtype, self.model.device, has_spare=True)
         limits = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_len}
-        return Runner(self.model, pool, self.backends, **limits, drafter=self.drafter)
+        runner = Runner(self.model, pool, self.backends, **limits, drafter=self.drafter)
+        runner.use_grammars(GrammarCompiler(Vocabulary(self.model.spec.vocab_size, lambda _: b"", frozenset(), (0,))))
+        runner.use_media(_BlankEncoder(self.model), frozenset(), self.image_mask)
+        return runner
 
-    def _plan(self, shapes: Sequence[Shape], sampling: Sampling | None = None) -> StepPlan:
+    def _bound_plan(self) -> StepPlan:
+        """Plan a draw with a mask, as for a grammar."""
+        plan = self._plan([(0, 1, 1)])
+        entries = [replace(entry, rules=OutputRules(min_tokens=1, end_ids=(0,))) for entry in plan.entries]
+        return StepPlan(0, tuple(entries), (), tuple(row._replace(is_bound=True, num_wanted=0) for row in plan.rows))
+
+    def _plan(self, shapes: Sequence[Shape], settings: Sequence[Sampling] | None = None) -> StepPlan:
         entries, rows = [], []
         for slot, (start, num_new, num_logits) in enumerate(shapes):
             end = start + num_new
-            entries.append(Entry(slot, (0,) * end, end, sampling or self.sampling))
+            entries.append(Entry(slot, (0,) * end, end, self.sampling if settings is None else settings[slot]))
             tables, store_from = [], []
             for group in self.layout.groups:
                 first = group.first_visible(start) // group.page_tokens
@@ -239,9 +280,20 @@ class Rehearsal:
 
     def _scored_plan(self, num_tokens: int) -> StepPlan:
         """Plan a chunk of a prompt that needs logits at every position."""
-        plan = self._plan([(0, num_tokens, num_tokens)], replace(self.sampling, prompt_logprobs=SCORED_TOP))
+        plan = self._plan([(0, num_tokens, num_tokens)], [replace(self.sampling, prompt_logprobs=SCORED_TOP)])
         row = plan.rows[0]._replace(draw_slots=(), is_prompt_logprobs=True)
         return plan.with_rows([row])
+
+
+class _BlankEncoder:
+    """Returns zeros, because only the decoder's kernels are rehearsed."""
+
+    def __init__(self, model: Gemma4) -> None:
+        self._model = model
+
+    def encode(self, items: Sequence[MediaItem]) -> list[Tensor]:
+        model = self._model
+        return [torch.zeros(one.num_tokens, model.spec.hidden_size, dtype=model.dtype, device=model.device) for one in items]
 
 
 def has_finite_logits(model: Gemma4, layout: CacheLayout, backends: Sequence[AttentionBackend], sampling: Sampling) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from culet.errors import BadRequest, ContextTooLong
+from culet.media.items import MediaItem
 from culet.text.tokenizer import check_token_ids, no_tokenizer
-from culet.types import ModelDefaults, OutputRules, Request, Sampling, SamplingParams
+from culet.types import MediaSpan, ModelDefaults, OutputRules, Request, Sampling, SamplingParams
 
 TURN_TOKEN, RESULT_TOKEN = "<|turn>", "<tool_response|>"
 
@@ -32,10 +33,12 @@ class RequestRules:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
+        media: Sequence[MediaSpan] = (),
+        items: Sequence[MediaItem] = (),
         priority: int = 0,
         deadline: float | None = None,
     ) -> Request:
-        """Fill in every default. Raise if the request cannot be served."""
+        """Fill in every default. Raise if the request cannot be served. `items` are the content of the spans `media`."""
         prompt = check_token_ids(prompt_token_ids, self.vocab_size)
         if not self.has_text:
             for name, needs_text in (("stop", params.stop), ("structured_outputs", params.structured_outputs)):
@@ -69,6 +72,8 @@ class RequestRules:
             grammar=None if params.structured_outputs is None else params.structured_outputs.spec(),
             rules=rules,
             resume_lengths=self._resume_lengths(prompt),
+            media=tuple(media),
+            items=tuple({item.key: item for item in items}.values()),  # equal ones travel once
         )
 
     def _resume_lengths(self, prompt: tuple[int, ...]) -> tuple[int, ...]:

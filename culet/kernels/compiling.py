@@ -37,6 +37,7 @@ class CompileCount:
     found: int = 0
     seconds: float = 0.0  # spent compiling, summed over all workers
     is_serving: bool = False
+    while_serving: int = 0  # compiled after the startup
 
     def listen(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
         """Count one kernel. Triton calls this after each kernel."""
@@ -47,12 +48,13 @@ class CompileCount:
         self.compiled += 1
         self.seconds += seconds
         if self.is_serving:
+            self.while_serving += 1
             name = getattr(src, "name", "?")
             text = "kernel %s was compiled while serving, which took %.1f s: the rehearsal at startup missed it"
             logger.warning(text, name, seconds)
 
     def begin_serving(self) -> None:
-        """Warn about every compilation from now on."""
+        """From now on, count and warn about every compilation, because a step waits for it."""
         self.is_serving = True
 
 

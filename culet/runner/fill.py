@@ -14,19 +14,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
+from culet.attention.batch import ForwardBatch, GroupBatch, InputRows, RowFacts
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.kernels.host_transfer import PackedArrays
+from culet.models.gemma4 import INPUT_ROW_TOKEN
+from culet.runner.media.step_media import StepMedia
 from culet.types import Row
 
 Ints = NDArray[np.int64]
 _UNREAD = GroupBatch(*(torch.empty(0, dtype=torch.int64),) * 3)
 
 
-def fill(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor, unread: KVGroup | None = None) -> ForwardBatch:
+def fill(
+    rows: Sequence[Row],
+    layout: CacheLayout,
+    tokens_SL: Tensor,
+    unread: KVGroup | None = None,
+    media: StepMedia | None = None,
+) -> ForwardBatch:
     """Return the batch of a step, on the device of `tokens_SL`, which holds the slots' tokens.
 
-    Nothing in the step reads or writes the group `unread`, so its tables are left out.
+    Nothing in the step reads or writes the group `unread`, so its tables are left out. `media` says which tokens have rows of
+    features, and which see a whole image.
     """
     facts_B4 = np.array([(row.slot, row.start, row.num_new, row.num_logits) for row in rows], dtype=np.int64).reshape(-1, 4)
     slot_B, start_B, new_B, logits_B = facts_B4.T
@@ -53,11 +62,19 @@ def fill(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor, unread: KV
         staged.add("tail_begin", _offsets(logits_B[tail_B]).astype(np.int32))
         staged.add("tail_context", (start_B + new_B - logits_B)[tail_B].astype(np.int32))
         staged.add("tail_row", tail_B)
+    if media is not None:
+        _stage_media(staged, media, layout, position_T)
     sent = staged.send(tokens_SL.device)
 
     token_ids_T = tokens_SL.view(-1).index_select(0, sent["flat"]).long()
+    input_rows = None
+    if media is not None:
+        token_ids_T.index_fill_(0, sent["stray"], INPUT_ROW_TOKEN)
+        input_rows = InputRows(sent["soft"], torch.cat(media.rows)) if media.rows else None
     groups = tuple(
-        GroupBatch(sent[f"pages{index}"], sent[f"first{index}"], sent[f"kv_address{index}"]) if index in tables else _UNREAD
+        GroupBatch(sent[f"pages{index}"], sent[f"first{index}"], sent[f"kv_address{index}"], sent.get(f"visible{index}"))
+        if index in tables
+        else _UNREAD
         for index in range(len(layout.groups))
     )
     tail = None
@@ -69,12 +86,31 @@ def fill(rows: Sequence[Row], layout: CacheLayout, tokens_SL: Tensor, unread: KV
         row_begin_B1=sent["begin"],
         context_B=sent["context"],
         logits_index_L=sent["logits"],
-        rows=tuple(
-            RowFacts(row.start, row.num_new, tuple([store_from <= row.start for store_from in row.store_from])) for row in rows
-        ),
+        rows=_row_facts(rows, media),
         groups=groups,
         tail=tail,
+        input_rows=input_rows,
     )
+
+
+def _row_facts(rows: Sequence[Row], media: StepMedia | None) -> tuple[RowFacts, ...]:
+    if media is None:
+        return tuple(
+            RowFacts(row.start, row.num_new, tuple([store_from <= row.start for store_from in row.store_from])) for row in rows
+        )
+    stored = [tuple([store_from <= row.start for store_from in row.store_from]) for row in rows]
+    facts = zip(rows, stored, media.has_image, strict=True)
+    return tuple(RowFacts(row.start, row.num_new, is_stored, not has_image) for row, is_stored, has_image in facts)
+
+
+def _stage_media(staged: PackedArrays, media: StepMedia, layout: CacheLayout, position_T: Ints) -> None:
+    """Stage the places of soft tokens and of stray placeholders, and the intervals of keys in groups that need them."""
+    staged.add("soft", media.index_M)
+    staged.add("stray", media.stray_M)
+    for group in layout.groups:
+        visible_2T = media.visible(group, position_T)
+        if visible_2T is not None:
+            staged.add(f"visible{group.index}", visible_2T)
 
 
 def _tail(sent: dict[str, Tensor], groups: tuple[GroupBatch, ...], token_ids_T: Tensor, rows: Sequence[Row]) -> ForwardBatch:
@@ -88,12 +124,14 @@ def _tail(sent: dict[str, Tensor], groups: tuple[GroupBatch, ...], token_ids_T: 
         context_B=sent["tail_context"],
         logits_index_L=torch.arange(index_L.shape[0], device=index_L.device),
         rows=tuple(RowFacts(row.start + row.num_new - row.num_logits, row.num_logits, is_stored) for row in rows),
-        groups=tuple(
-            group if group is _UNREAD else GroupBatch(group.pages_BP[row], group.first_B[row], group.kv_address_T[index_L])
-            for group in groups
-        ),
+        groups=tuple(group if group is _UNREAD else _group_tail(group, row, index_L) for group in groups),
         tail=None,
     )
+
+
+def _group_tail(group: GroupBatch, row: Tensor, index_L: Tensor) -> GroupBatch:
+    visible_2T = None if group.visible_2T is None else group.visible_2T[:, index_L]
+    return GroupBatch(group.pages_BP[row], group.first_B[row], group.kv_address_T[index_L], visible_2T)
 
 
 def _offsets(counts_B: Ints) -> Ints:

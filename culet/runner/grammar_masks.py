@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # the grammar engine is only loaded with the first grammar
     from culet.structured.compiler import GrammarCompiler
     from culet.structured.matcher import Matcher
 
+MASK_LIMIT_S = 0.01  # A step waits this long for masks. Draws whose masks come later are drawn again in the next step.
+
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
@@ -67,6 +69,8 @@ class StepGrammars:
         if matcher is None:
             return Acceptance(token_ids, num_proposed)
         is_masked = group in self.masked
+        if is_masked and len(token_ids) > matcher.num_masks:  # draws whose masks were late do not count
+            token_ids, num_proposed, self.masked[group] = token_ids[: matcher.num_masks], 0, 0
         kept = token_ids[: matcher.take(token_ids, is_masked=is_masked)]
         is_bound = matcher.is_bound
         # The host does not know what was proposed after a draw without masks, so nothing can be verified with masks.
@@ -124,7 +128,8 @@ class SlotGrammars:
             return None
         assert self.grammars is not None
         bound = [group for group in groups if self._is_bound(group)]
-        bits_AW = self.grammars.masks([(self._by_slot[group.slot], group.num_drafts) for group in bound])
+        rows = [(self._by_slot[group.slot], group.num_drafts) for group in bound]
+        bits_AW = self.grammars.masks(rows, limit_s=MASK_LIMIT_S, skip_slow=len(bound) < len(groups))
         draws = [group.first + index for group in bound for index in range(group.num_drafts + 1)]
         return StepMasks(np.array(draws), bits_AW)
 

@@ -11,6 +11,7 @@ after it. Steps run in the order in which they are launched, so the next one may
     rounds         the drafter's proposals for the next step, in any shape
     deferred       a drafter's KV that is written later
     grammars       masks for sequences with structured output
+    media          features of images, video and audio, and where a step reads them
     fixed          steps, draws and rounds in fixed shapes, which a GPU replays as graphs
 
 Shapes: S slots · L a slot's tokens · G groups of draws, one per slot that draws.
@@ -44,6 +45,8 @@ from culet.runner.fill import fill
 from culet.runner.fixed.shapes import FixedShapes
 from culet.runner.fixed.steps import Bucket, FixedStep
 from culet.runner.grammar_masks import SlotGrammars, StepGrammars
+from culet.runner.media.features import Encoder, FeatureStore
+from culet.runner.media.step_media import ImageMask, SlotMedia, StepMedia
 from culet.runner.target import ForwardOutput, Target
 from culet.sampling.logprobs import as_mappings
 from culet.sampling.verify import force_accepted
@@ -85,6 +88,7 @@ class Runner:
         self.draws = Draws(self.target, self.tokens_SL, self.accepted_S)
         self.rounds = None if drafter is None else DraftRounds(drafter, pool, self.tokens_SL)
         self.grammars = SlotGrammars()
+        self.media = SlotMedia(frozenset(), ImageMask.CAUSAL, None)
         self.clock = DeviceClock(device)
         self.fixed: FixedShapes | None = None
 
@@ -109,6 +113,11 @@ class Runner:
     def use_grammars(self, grammars: GrammarCompiler) -> None:
         """From now on, entries may have a grammar."""
         self.grammars.grammars = grammars
+
+    def use_media(self, encoder: Encoder | None, placeholder_ids: frozenset[int], mask: ImageMask) -> None:
+        """From now on, embed placeholders as token 0, and with an encoder, entries may have media."""
+        store = None if encoder is None else FeatureStore(encoder, self.target.device)
+        self.media = SlotMedia(placeholder_ids, mask, store)
 
     def force_accepted(self, count: int) -> None:
         """Make every verify keep `count` drafts, or all if it has fewer. This is for measurements. The output is nonsense."""
@@ -135,8 +144,8 @@ class Runner:
         self._ban()
         self.pool.copy_pages(plan.copies)
         if not plan.rows:
-            return Pending(plan.step_id, HostCopy([]))
-        route = self._route(plan.rows)
+            return Pending(plan.step_id, HostCopy([]), features=self._encode(plan), waits=True)
+        route = self._route(plan.rows, self.media.find(plan.rows))
         with self.clock.span("verify") if has_drafts(plan.rows) else nullcontext():
             output = self._forward(route)
             drawn = self._draw(route, output)
@@ -147,10 +156,13 @@ class Runner:
         num_proposed = self._propose(route, output, drawn)
         accepted_G = None if isinstance(drawn, FixedDrawn) else drawn.accepted_G  # fixed draws have no masks
         grammars = self.grammars.follow(route.groups, accepted_G, num_proposed, self.tokens_SL)
+        # The host launches the towers' kernels last, while the device is busy with the step.
+        store = self._encode(plan)
         if isinstance(drawn, FixedDrawn):
-            return Pending(plan.step_id, copy, route.groups, num_proposed, has_accepted=True, grammars=grammars)
+            return Pending(plan.step_id, copy, route.groups, num_proposed, True, grammars=grammars, features=store)
         has_accepted = accepted_G is not None
-        return Pending(plan.step_id, copy, route.groups, num_proposed, has_accepted, drawn.scored, drawn.prompts, grammars)
+        scores = drawn.scored, drawn.prompts
+        return Pending(plan.step_id, copy, route.groups, num_proposed, has_accepted, *scores, grammars, store)
 
     def device_seconds(self) -> Mapping[str, float]:
         """Return how many seconds the device has spent on verifying and on proposing drafts since the start."""
@@ -187,6 +199,7 @@ class Runner:
             self._entries[entry.slot] = entry
             begin = end
         self.grammars.enter(entries)
+        self.media.enter(entries)
 
     def _ban(self) -> None:
         """Rule out tokens that sequences may not draw any more, by a bias in their settings."""
@@ -195,9 +208,9 @@ class Runner:
             bias = tuple(sorted({**dict(entry.sampling.logit_bias), token_id: float("-inf")}.items()))
             self._entries[slot] = replace(entry, sampling=replace(entry.sampling, logit_bias=bias))
 
-    def _route(self, rows: Sequence[Row]) -> _Route:
+    def _route(self, rows: Sequence[Row], media: StepMedia | None) -> _Route:
         """Decide whether a step and its draws run in a fixed shape or in their own. Close open rows that no graph serves."""
-        groups, fixed = draw_groups(rows), self.fixed
+        groups, fixed = draw_groups(rows), self.fixed if media is None else None
         bucket = None if fixed is None else fixed.steps.find(rows)
         settings: list[Sampling] = []
         has_fixed_draws = can_open = False
@@ -211,7 +224,7 @@ class Runner:
             accepted = self.accepted_S.tolist()  # waits for the previous steps
             rows = [row.close(accepted[row.slot]) if row.num_open else row for row in rows]
             groups = draw_groups(rows)
-        return _Route(rows, groups, bucket, settings if has_fixed_draws else None)
+        return _Route(rows, groups, bucket, settings if has_fixed_draws else None, media)
 
     def _forward(self, route: _Route) -> FixedStep | ForwardOutput:
         """Run the target."""
@@ -225,7 +238,7 @@ class Runner:
         unread = None
         if self.deferred is not None and keeps_features(rows) and not any(row.num_wanted for row in rows):
             unread = self.deferred.group
-        batch = fill(rows, self.pool.layout, self.tokens_SL, unread)
+        batch = fill(rows, self.pool.layout, self.tokens_SL, unread, route.media)
         self.target.plan(batch)
         hidden = self.target.forward(batch)
         if self.deferred is not None:
@@ -265,6 +278,13 @@ class Runner:
                 self.rounds.run(*arguments)
         return wanted
 
+    def _encode(self, plan: StepPlan) -> FeatureStore | None:
+        """Drop and encode features. Return where they are, if there are towers."""
+        store = self.media.store
+        if store is not None and (plan.drops or plan.encodes):
+            store.change(plan.drops, plan.encodes)
+        return store
+
 
 class _Route(NamedTuple):
     """How a step runs."""
@@ -273,6 +293,7 @@ class _Route(NamedTuple):
     groups: Sequence[DrawGroup]
     bucket: Bucket | None  # the fixed shape of the forward pass, or None for its own shape
     settings: Sequence[Sampling] | None  # settings of each draw, if the draws have a fixed shape too
+    media: StepMedia | None  # a step with media runs in its own shape
 
 
 class Pending(NamedTuple):
@@ -286,6 +307,8 @@ class Pending(NamedTuple):
     scored: Sequence[Scored] = ()
     prompts: Mapping[int, Sequence[Scored]] = MappingProxyType({})
     grammars: StepGrammars | None = None
+    features: FeatureStore | None = None  # None without towers
+    waits: bool = False  # for the features that are being encoded, because the plan has no rows
 
     def result(self) -> StepResult:
         """Wait for this step and return what it drew."""
@@ -317,4 +340,5 @@ class Pending(NamedTuple):
         }
         if self.grammars is not None:
             self.grammars.take_proposals()
-        return StepResult(self.step_id, tuple(drawn), prompts)
+        encoded = () if self.features is None else self.features.take_ready(wait=self.waits)
+        return StepResult(self.step_id, tuple(drawn), prompts, encoded)

@@ -129,7 +129,7 @@ class ProcessWorker:
                 env=child_environment(),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C goes to this process, which then ends the other
+                process_group=0,  # Ctrl-C goes to this process, which then ends the other
             )
         self._end = weakref.finalize(self, _end, self._process, self._connection)  # also runs at exit
         self._in_flight: deque[_RemoteStep] = deque()  # oldest first

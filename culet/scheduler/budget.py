@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from culet.scheduler.sequence import Sequence
-from culet.scheduler.tenants import StepPrompts, rank, share_tokens
+from culet.scheduler.tenants import FairQueue, StepPrompts, rank, share_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,16 @@ class Grant:
     sequence: Sequence
     num_new: int
     num_drafts: int = 0
+
+
+def share_step(
+    running: Collection[Sequence], waiting: FairQueue, budget: int, max_running: int, prompts: StepPrompts
+) -> list[Grant]:
+    """Share a step's tokens among the sequences that can have a row. If there are several tenants, fill `prompts`."""
+    if not waiting.is_shared:
+        return share_budget([seq for seq in running if seq.is_ready], budget)
+    head = waiting.head() if len(running) < max_running else None
+    return share_among_tenants(running, budget, prompts, head, 0 if head is None else waiting.num_running(head.tenant))
 
 
 def share_budget(ready: Iterable[Sequence], budget: int, waiting: Sequence | None = None) -> list[Grant]:

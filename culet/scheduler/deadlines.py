@@ -9,9 +9,9 @@ _FEW = 64  # as many deadlines of ended requests may always stay
 
 
 class Deadlines:
-    """Deadlines in order. `is_alive` tells from its arrival and id whether a request has not ended."""
+    """Deadlines in order. `is_alive` tells from its id and arrival whether a request has not ended."""
 
-    def __init__(self, is_alive: Callable[[int, str], bool]) -> None:
+    def __init__(self, is_alive: Callable[[str, int], bool]) -> None:
         self._is_alive = is_alive
         self._heap: list[tuple[float, int, str]] = []  # deadline, arrival, request id
 
@@ -21,7 +21,7 @@ class Deadlines:
     def add(self, deadline: float, arrival: int, request_id: str, num_alive: int) -> None:
         """Add a deadline. Forget those of requests that have ended, whenever they may be the larger part."""
         if len(self._heap) > 2 * num_alive + _FEW:
-            self._heap = [entry for entry in self._heap if self._is_alive(*entry[1:])]
+            self._heap = [entry for entry in self._heap if self._is_alive(entry[2], entry[1])]
             heapq.heapify(self._heap)
         heapq.heappush(self._heap, (deadline, arrival, request_id))
 
@@ -29,5 +29,5 @@ class Deadlines:
         """Remove the deadlines that have passed, and yield the ids of requests that have not ended."""
         while self._heap and self._heap[0][0] <= now:
             _, arrival, request_id = heapq.heappop(self._heap)
-            if self._is_alive(arrival, request_id):
+            if self._is_alive(request_id, arrival):
                 yield request_id

@@ -12,7 +12,7 @@ gets a short try. Each failed try doubles the wait before the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from culet.scheduler.stats import Counters
@@ -65,6 +65,25 @@ class DraftLengths(Protocol):
 
     def took(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """Record the time of a decode-only step in which `num_drafting` sequences had up to `num_drafts` drafts."""
+
+
+Shape = tuple[int, int, int]  # (sequences, sequences with drafts, most drafts of one) of a step that only decodes
+
+
+class StepTimes:
+    """Tells the policy how long steps take that decode with as many drafts as the step before them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last_shape: Shape | None = None  # shape of the last step with a result
+        self._last_end = 0.0  # when that result came
+
+    def ended(self, policy: DraftLengths, shape: Shape | None) -> None:
+        """Note that the result of a step has come. `shape` is None if its time says nothing about decoding."""
+        now, last = self._clock(), self._last_shape
+        if shape is not None and last is not None and shape[2] == last[2]:
+            policy.took(*shape, now - self._last_end)
+        self._last_shape, self._last_end = shape, now
 
 
 class DraftPolicy:

@@ -18,18 +18,18 @@ from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
 from culet.errors import BadRequest, QueueFull
 from culet.scheduler.admission import check_fits, pages_to_start, promised_pages, reserved_pages
-from culet.scheduler.budget import Grant, share_among_tenants, share_budget
+from culet.scheduler.budget import Grant, share_step
 from culet.scheduler.deadlines import Deadlines
-from culet.scheduler.draft_length import DraftLengths
+from culet.scheduler.draft_length import DraftLengths, Shape, StepTimes
+from culet.scheduler.media.encoding import count_media, plan_encoding
+from culet.scheduler.media.features import NOTHING, FeatureLedger
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.reuse import count_prefix, find_prefix, keep_point, keep_row_points
 from culet.scheduler.rows import PlannedRow, commit_row, continue_in_pages, decode_shape, drafts_to_continue, largest_row
-from culet.scheduler.sequence import Sequence
-from culet.scheduler.stats import Counters, SchedulerStats
+from culet.scheduler.sequence import Sequence, held_pages
+from culet.scheduler.stats import Counters, SchedulerStats, take_snapshot
 from culet.scheduler.tenants import BY_ORDER, BY_RANK, FairQueue, StepPrompts
 from culet.types import Drawn, Entry, FinishReason, Logprobs, Request, Row, StepPlan, StepResult, TokenDelta
-
-Shape = tuple[int, int, int]  # shape of a step, see `decode_shape`
 
 
 class Scheduler:
@@ -46,19 +46,22 @@ class Scheduler:
         max_drafts: int = 0,
         policy: DraftLengths | None = None,
         plans_open: bool = False,
+        features: FeatureLedger | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Set up an empty scheduler.
 
         `max_drafts` is the most tokens that a drafter proposes at a time. `policy` decides how many it should propose. Without
         a policy, it always proposes all. If `plans_open`, the runner itself finds out where a row begins when drafts of the
-        previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known.
+        previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known. `features`
+        is the account of the runner's features. Without it, the runner has no towers.
         """
         self.layout = layout
         self.max_model_len = max_model_len
         self.max_drafts = max_drafts
         self.policy = policy
         self.plans_open = plans_open
+        self.features = features
         self.budget = config.max_num_batched_tokens
         # The most pages that a token and its drafts may need, including drafts in flight.
         self._max_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
@@ -73,13 +76,12 @@ class Scheduler:
         self._waiting = FairQueue()
         self._held: dict[str, Sequence] = {}  # by request id, not queued before `release`
         self._alive: dict[str, dict[int, Sequence]] = {}  # request id -> sample -> sequence
-        self._deadlines = Deadlines(self._is_alive)
+        self._deadlines = Deadlines(self.is_alive)
         self._num_arrivals = 0
         self._next_step_id = 0
         self._in_flight: deque[tuple[int, list[PlannedRow], Shape | None]] = deque()  # step id, rows, shape
         self._deltas: list[TokenDelta] = []
-        self._last_shape: Shape | None = None  # shape of the last step with a result
-        self._last_end = 0.0  # when that result came
+        self._step_times = StepTimes(clock)
 
     # Requests come and go
 
@@ -92,9 +94,13 @@ class Scheduler:
         num_waiting = len(self._waiting) + len(self._held)
         if num_waiting >= self._max_queue_len:
             raise QueueFull(f"the queue is full: {num_waiting} sequences are already waiting", hint="try again later")
+        if self.features is not None and request.media:
+            self.features.admit(request)
         arrival = self._num_arrivals
         self._num_arrivals += 1
-        first, *others = [Sequence(request, sample, arrival, self.layout, self._keys(request)) for sample in range(request.n)]
+        first, *others = [
+            Sequence(request, sample, arrival, self.layout, self._keys(request), self.features) for sample in range(request.n)
+        ]
         first.siblings = others
         first.arrived_at = self._clock()
         self._alive[request.request_id] = {seq.sample: seq for seq in (first, *others)}
@@ -105,10 +111,10 @@ class Scheduler:
         if request.deadline is not None:
             self._deadlines.add(request.deadline, arrival, request.request_id, len(self._alive))
 
-    def _is_alive(self, arrival: int, request_id: str) -> bool:
-        """Return whether a request has not ended. A later one may have the same id."""
+    def is_alive(self, request_id: str, arrival: int | None = None) -> bool:
+        """Return whether a request has not ended. A later one may have the same id, but not the same `arrival`."""
         alive = self._alive.get(request_id)
-        return bool(alive and next(iter(alive.values())).arrival == arrival)
+        return alive is not None and arrival in (None, next(iter(alive.values())).arrival)
 
     def _keys(self, request: Request) -> PageKeys | None:
         prefix = self.page_allocator.prefix
@@ -132,6 +138,8 @@ class Scheduler:
     def fail(self, error: str) -> None:
         """End all requests after a step could not be planned."""
         self._in_flight.clear()
+        if self.features is not None:
+            self.features.forget_all()
         for request_id in list(self._alive):
             self.cancel(request_id, reason=FinishReason.ERROR, error=error)
         self.drop_resume_points()
@@ -146,6 +154,11 @@ class Scheduler:
         for seq in [seq for plan in rows for seq in plan.members]:
             if seq.finish_reason is None:
                 self.cancel(seq.request.request_id, reason=FinishReason.ERROR, error=error)
+        # A tower may have failed, so whoever needs what was being encoded ends too.
+        for key in self.features.forget_all() if self.features is not None else ():
+            for seqs in list(self._alive.values()):
+                if (seq := next(iter(seqs.values()))).needs_features(key):
+                    self.cancel(seq.request.request_id, reason=FinishReason.ERROR, error=error)
         for seq in list(self._running):
             self._preempt(seq)
         self.drop_resume_points()
@@ -166,21 +179,9 @@ class Scheduler:
         return bool(self._alive or self._in_flight)
 
     def stats(self) -> SchedulerStats:
-        arena, prefix = self.page_allocator.arena, self.page_allocator.prefix
-        held = {
-            group.name: len({page for seq in self._running for page in seq.groups[group.index].held})
-            for group in self.layout.groups
-        }
-        return SchedulerStats(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_pages=arena.num_pages,
-            num_free_pages=arena.num_free,
-            num_resume_point_pages=arena.num_reclaimable,
-            num_held_pages=held,
-            num_resume_points=prefix.num_resume_points if prefix else 0,
-            counters=self.counters.copy(),
-        )
+        allocator, queue_lens = self.page_allocator, (len(self._running), len(self._waiting))
+        held = held_pages(self._running, self.layout)
+        return take_snapshot(queue_lens, allocator.arena, allocator.prefix, held, self.features, self.counters)
 
     # A step is planned
 
@@ -197,6 +198,7 @@ class Scheduler:
             return None
         if self.policy is not None:
             self.policy.plan([seq.acceptance for seq in self._running if seq.num_uncomputed == 1])
+        encoding = plan_encoding(self.features, self._running, self._waiting, self.page_allocator, self.budget)
         entries: list[Entry] = []
         if counts is not None:
             planned = [self._continue(seq, count) for seq, count in zip(self._running, counts, strict=True)]
@@ -209,13 +211,18 @@ class Scheduler:
                 entries += self._fork(plan)
             for plan in planned:
                 keep_row_points(plan, self.page_allocator)
-        if not planned:
+        is_idle = not planned and encoding is NOTHING
+        # If features are being encoded and there is nothing else to do, an empty plan waits for them.
+        if is_idle and (self._in_flight or self.features is None or not self.features.is_encoding):
             return None
+        count_media(self.features, encoding, planned, self.counters)
         step_id = self._next_step_id
         self._next_step_id += 1
         self.counters.count_step(sum([plan.row.num_new for plan in planned]))
-        self._in_flight.append((step_id, planned, None if self.policy is None else decode_shape(planned)))
-        return StepPlan(step_id, tuple(entries), copies, tuple([plan.row for plan in planned]))
+        is_timed = self.policy is not None and planned and not encoding.encodes
+        self._in_flight.append((step_id, planned, decode_shape(planned) if is_timed else None))
+        rows = tuple([plan.row for plan in planned])
+        return StepPlan(step_id, tuple(entries), copies, rows, encoding.drops, encoding.encodes)
 
     def _drafts_to_continue(self, *, is_open: bool) -> list[int] | None:
         """Return the drafts of each sequence if all continue and pages suffice, as in most steps. Otherwise return None.
@@ -241,7 +248,7 @@ class Scheduler:
     def _plan_rows(self, entries: list[Entry]) -> list[PlannedRow]:
         """Plan rows for running sequences. If pages are left, also start waiting ones and append their entries to `entries`."""
         prompts = StepPrompts()
-        grants = self._share_step(prompts)
+        grants = share_step(self._running, self._waiting, self.budget, self._max_running, prompts)
         planned: list[PlannedRow] = []
         num_preempted = self.counters.preemptions
         for grant in grants:
@@ -252,14 +259,6 @@ class Scheduler:
                 entries.append(seq.entry())
                 planned += rows
         return planned
-
-    def _share_step(self, prompts: StepPrompts) -> list[Grant]:
-        """Share the step's tokens among the sequences that can have a row. If there are several tenants, fill `prompts`."""
-        if not self._waiting.is_shared:
-            return share_budget([seq for seq in self._running if seq.is_ready], self.budget)
-        waiting = self._waiting.head() if len(self._running) < self._max_running else None
-        place = 0 if waiting is None else self._waiting.num_running(waiting.tenant)
-        return share_among_tenants(self._running, self.budget, prompts, waiting, place)
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
         """Plan the row for `grant`, with a shorter chunk if pages are scarce. Return [] if none fits.
@@ -339,6 +338,8 @@ class Scheduler:
     def _admit(self, seq: Sequence, budget: int, reserved: int) -> list[PlannedRow]:
         """Give `seq` a slot and its first row, resumed from the prefix cache if possible. Return [] if it must wait."""
         match = find_prefix(seq, self.page_allocator)
+        if not seq.ready_part(match.resume, min(budget, len(seq.tokens) - match.resume)):
+            return []
         if match.point is not None:
             rows = self._start(seq, match, budget, reserved)
             # A sequence that would run alone must start in any case. It then starts without the point, which may be evicted.
@@ -403,8 +404,10 @@ class Scheduler:
         """Take the result of the oldest plan in flight."""
         step_id, planned, shape = self._in_flight.popleft()
         assert step_id == result.step_id, f"got the result of step {result.step_id}, expected that of step {step_id}"
+        if self.features is not None:
+            self.features.note_ready(result.encoded)
         if self.policy is not None:
-            self._report_time(self.policy, shape)
+            self._step_times.ended(self.policy, shape)
         drawn = iter(result.drawn)
         for plan in planned:
             row, members = plan.row, plan.members
@@ -421,13 +424,6 @@ class Scheduler:
                 if not seq.rows_in_flight and seq.is_running:
                     seq.release_behind(self.page_allocator)
         assert next(drawn, None) is None, "got more draws than the plan asked for"
-
-    def _report_time(self, policy: DraftLengths, shape: Shape | None) -> None:
-        """Tell the policy how long a step took, if it decodes with as many drafts as the step before it."""
-        now, last = self._clock(), self._last_shape
-        if shape is not None and last is not None and shape[2] == last[2]:
-            policy.took(*shape, now - self._last_end)
-        self._last_shape, self._last_end = shape, now
 
     def _accept(self, seq: Sequence, row: Row, drawn: Drawn, scores: tuple[Logprobs, ...]) -> None:
         """Append the drawn tokens up to a stop, and forget the KV of rejected drafts."""
@@ -479,6 +475,8 @@ class Scheduler:
         del alive[seq.sample]
         if not alive:
             del self._alive[request_id]
+            if seq.features is not None:
+                seq.features.release(seq.request)
         if seq.is_running:
             if reason is not FinishReason.ERROR:
                 keep_point(seq, min(seq.num_computed, len(seq.tokens)), self.page_allocator)

@@ -8,21 +8,35 @@ first token. If the sequence is planned again before that, its pages reach as fa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from culet.cache.prefix import Match, PageKeys, ResumePoint
 from culet.cache.spec import CacheLayout
 from culet.scheduler.draft_length import Acceptance
 from culet.scheduler.group_pages import HOLE, GroupPages
+from culet.scheduler.media.features import FeatureLedger
 from culet.scheduler.page_allocator import PageAllocator
 from culet.types import Entry, FinishReason, Logprobs, MediaSpan, PageTable, Request, Sampling, TokenDelta
 
 MAX_TRAIL = 32  # tokens by which a chunk may run past a resume length, because so few are not worth another step
+MIN_CUT_CHUNK = (
+    256  # fewest tokens before media that are computed while their features are not ready; fewer are not worth a step
+)
 MAX_SCORED_CHUNK = 256  # most tokens of a chunk that needs all its logits, because a row of logits is as wide as the vocabulary
 
 
 class Sequence:
     """One sample of a request. It is waiting (without a slot or pages), running, or ended."""
 
-    def __init__(self, request: Request, sample: int, arrival: int, layout: CacheLayout, keys: PageKeys | None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        sample: int,
+        arrival: int,
+        layout: CacheLayout,
+        keys: PageKeys | None,
+        features: FeatureLedger | None = None,
+    ) -> None:
         self.request = request
         self.sample = sample
         self.sampling: Sampling = request.sampling_of(sample)
@@ -30,6 +44,8 @@ class Sequence:
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         self.keys = keys
+        self.features = features if request.media else None
+        self.media_end = request.media[-1].end if request.media else 0
         self.tenant = request.tenant
         self.rank = 0  # how many older sequences its tenant runs (see `tenants.rank`)
         self.groups = tuple(GroupPages(group) for group in layout.groups)
@@ -112,7 +128,7 @@ class Sequence:
 
     def chunk_within(self, limit: int) -> int:
         """Return the largest chunk of at most `limit` tokens, or 0 if none fits. It never ends inside a whole media span."""
-        chunk = min(self.next_chunk, limit)
+        chunk = self.ready_part(self.num_computed, min(self.next_chunk, limit))
         if self.request.media and (span := self._whole_span_at(self.num_computed + chunk)) is not None:
             return max(0, span.start - self.num_computed)
         return chunk
@@ -127,12 +143,38 @@ class Sequence:
         """Return the whole media span that `end` is inside, if any. A chunk must not end there."""
         return next((span for span in self.request.media if span.is_whole and span.start < end < span.end), None)
 
+    def ready_part(self, start: int, chunk: int) -> int:
+        """Return how much of a chunk from `start` on can be computed with the features that are ready, or 0 if it must wait.
+
+        A short part waits for the features after it, unless these wait themselves until it has freed the cache.
+        """
+        if self.features is None or start >= self.media_end:
+            return chunk
+        for span in self.request.media:
+            if span.start >= start + chunk:
+                break
+            if span.end > start and not self.features.is_ready(span.key):
+                part = max(0, span.start - start)
+                return part if part >= MIN_CUT_CHUNK or not self.features.is_held(span.key) else 0
+        return chunk
+
+    def needs_features(self, key: bytes) -> bool:
+        """Return whether it has media with this key that are not computed yet."""
+        return any(span.key == key and span.end > self.num_computed for span in self.request.media)
+
+    @property
+    def awaits_features(self) -> bool:
+        """Whether it can compute nothing before the features of its next media are ready."""
+        return self.features is not None and self.num_computed < self.media_end and not self.chunk_within(self.num_uncomputed)
+
     @property
     def is_ready(self) -> bool:
         """Whether its next row can be planned now.
 
-        It cannot while the row depends on drafts, a mask, or a token that may not come.
+        It cannot while the row depends on drafts, a mask, features, or a token that may not come.
         """
+        if self.awaits_features:
+            return False
         return not self.draws_in_flight or (not self.awaits_drafts and self.num_left > 0 and not self.is_bound)
 
     def pages_unchanged(self, num_new: int = 1) -> bool:
@@ -283,3 +325,8 @@ class Sequence:
         self.prefill_end = parent.prefill_end
         self.num_cached = parent.num_cached
         self.rows_in_flight = self.draws_in_flight = 1
+
+
+def held_pages(running: Iterable[Sequence], layout: CacheLayout) -> dict[str, int]:
+    """Return how many pages `running` hold, by the name of the KV group. A shared page counts once."""
+    return {group.name: len({page for seq in running for page in seq.groups[group.index].held}) for group in layout.groups}

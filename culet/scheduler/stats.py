@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from culet.cache.arena import Arena
+from culet.cache.prefix import PrefixCache
+from culet.scheduler.media.features import FeatureLedger
+
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of the histogram of step sizes
 
 
@@ -32,6 +36,9 @@ class Counters:
     prefix_query_tokens: int = 0
     prefix_hits: int = 0
     prefix_hit_tokens: int = 0
+    encoded_items: int = 0  # images, video frames and clips of audio that towers encoded
+    encoded_tokens: int = 0  # their soft tokens
+    feature_hits: int = 0  # media in prompts whose features an earlier chunk had already used
     drafted_at: list[int] = field(default_factory=list)  # verified drafts by position in a round, from 0
     accepted_at: list[int] = field(default_factory=list)  # accepted drafts by position
 
@@ -99,3 +106,29 @@ class SchedulerStats:
     counters: Counters
     verify_seconds: float = 0.0  # device time of steps with drafts to verify
     draft_seconds: float = 0.0  # device time of drafting
+    kernels_compiled: int = 0  # since the startup ended, each of which held up a step
+    num_features: int = 0  # images, video frames and clips of audio whose features are cached
+    feature_bytes: int = 0  # size of these features
+
+
+def take_snapshot(
+    queue_lens: tuple[int, int],
+    arena: Arena,
+    prefix: PrefixCache | None,
+    held_pages: Mapping[str, int],
+    features: FeatureLedger | None,
+    counters: Counters,
+) -> SchedulerStats:
+    """Return the state of a scheduler with this many running and waiting sequences."""
+    return SchedulerStats(
+        num_running=queue_lens[0],
+        num_waiting=queue_lens[1],
+        num_pages=arena.num_pages,
+        num_free_pages=arena.num_free,
+        num_resume_point_pages=arena.num_reclaimable,
+        num_held_pages=held_pages,
+        num_resume_points=0 if prefix is None else prefix.num_resume_points,
+        counters=counters.copy(),
+        num_features=0 if features is None else features.num_held,
+        feature_bytes=0 if features is None else features.num_bytes,
+    )

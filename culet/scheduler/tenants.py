@@ -75,6 +75,13 @@ class FairQueue:
         key = [(seq.request.priority, tenant.num_running, tenant.served, seq.order) for seq, tenant in heads]
         return heads[key.index(min(key))][0]
 
+    def next_ones(self, count: int) -> list[Sequence]:
+        """Return up to `count` sequences that start soon: the next one, then each tenant's first before its second."""
+        head = self.head()
+        places = [(seq, place) for tenant in self._tenants.values() for place, seq in enumerate(tenant.waiting[:count])]
+        places.sort(key=lambda pair: (pair[0] is not head, pair[0].request.priority, pair[1], pair[0].order))
+        return [seq for seq, _ in places[:count]]
+
     def begin(self, seq: Sequence) -> None:
         """Count a sequence that starts to run."""
         self._tenant(seq).num_running += 1

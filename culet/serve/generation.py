@@ -17,7 +17,7 @@ from culet.errors import BadRequest, CuletError, InternalError, QueueFull, Timed
 from culet.log import logger
 from culet.serve.keys import Caller
 from culet.serve.process.client import TokenStream
-from culet.serve.service import FinishedRequest, Service
+from culet.serve.service import FinishedRequest, Service, TokenGaps
 from culet.text.output import MakeOutput, OutputDelta, SampleOutput
 from culet.types import GRAMMAR_FAULT, FinishReason, Logprobs, SamplingParams, TokenDelta
 
@@ -169,7 +169,7 @@ class Generation:
         """Forget everything that was read from an engine that died."""
         self.num_starts = self._stream.num_starts
         self.samples = [self._make_sample() for _ in self.samples]
-        self._prompt_logprobs, self.num_cached, self._finished.gaps_s = [], 0, []
+        self._prompt_logprobs, self.num_cached, self._finished.gaps = [], 0, TokenGaps()
 
     def _read_one(self, sample: SampleOutput, delta: TokenDelta) -> OutputDelta:
         if delta.num_cached_tokens:
@@ -184,7 +184,7 @@ class Generation:
             sample.logprobs.clear()
             sample.visible_logprobs.clear()
         if before and delta.token_ids:
-            self._finished.gaps_s.append(sample.last_token_at - before)
+            self._finished.gaps.add(sample.last_token_at - before)
         if output.finish_reason is not None:
             self._check_end(output.finish_reason, delta)
         return output

@@ -27,7 +27,7 @@ from culet.scheduler.stats import STEP_TOKENS, Counters
 from culet.serve.api.endpoint import Endpoint
 from culet.serve.process.client import State
 from culet.serve.process.wire import Ready, Stats
-from culet.serve.service import FinishedRequest, Service
+from culet.serve.service import GAP_BOUNDS, FinishedRequest, Service, TokenGaps
 
 _SHORT = (
     0.001,
@@ -51,28 +51,6 @@ _SHORT = (
     40.0,
     80.0,
     160.0,
-)
-_TOKEN = (
-    0.001,
-    0.0025,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.02,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    10.0,
 )
 _WHOLE = (
     0.1,
@@ -121,17 +99,15 @@ class Metrics:
 
         self._first = histogram("time_to_first_token_seconds", "Time from a request to its first token.", _SHORT)
         self._queue = histogram("request_queue_time_seconds", "Time that a request spent in the queue.", _SHORT)
-        self._gap = histogram(
-            "inter_token_latency_seconds", "Time between consecutive steps that add tokens to a sample.", _TOKEN
-        )
-        self._per_step = histogram(
-            "time_per_output_token_seconds", "The same as inter_token_latency_seconds, under its older name.", _TOKEN
-        )
+        self._gaps = TokenGaps()
+        self.registry.register(_GapReport(self._gaps, self._model))
         self._prefill = histogram("request_prefill_time_seconds", "Time from the queue to a request's first token.", _WHOLE)
         self._decode = histogram("request_decode_time_seconds", "Time from a request's first token to its last.", _WHOLE)
         self._inference = histogram("request_inference_time_seconds", "Time from the queue to a request's last token.", _WHOLE)
         self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean time per token of a request, not counting the first token.", _TOKEN
+            "request_time_per_output_token_seconds",
+            "Mean time per token of a request, not counting the first token.",
+            GAP_BOUNDS,
         )
         self._whole = histogram("e2e_request_latency_seconds", "Time from a request to its last token.", _WHOLE)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens per request.", _COUNTS)
@@ -200,13 +176,28 @@ class Metrics:
         self._prefill.labels(model).observe(prefill_s)
         self._decode.labels(model).observe(finished.decode_s)
         self._inference.labels(model).observe(prefill_s + finished.decode_s)
-        gap, per_step = self._gap.labels(model), self._per_step.labels(model)
-        for seconds in finished.gaps_s:
-            gap.observe(seconds)
-            per_step.observe(seconds)
+        self._gaps.merge(finished.gaps)
         num_later = finished.num_generated_tokens / finished.n - 1
         if num_later > 0:
             self._per_token.labels(model).observe((finished.total_s - finished.first_token_s) / num_later)
+
+
+class _GapReport(Collector):
+    """Histograms of the time between tokens. They are counted here, because a lock per token takes too long."""
+
+    def __init__(self, gaps: TokenGaps, model: str) -> None:
+        self._gaps, self._model = gaps, model
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(str, GAP_BOUNDS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._gaps.counts), strict=True))
+        for name, text in (
+            ("inter_token_latency_seconds", "Time between consecutive steps that add tokens to a sample."),
+            ("time_per_output_token_seconds", "The same as inter_token_latency_seconds, under its older name."),
+        ):
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=_LABEL)
+            family.add_metric([self._model], buckets, self._gaps.total_s)
+            yield family
 
 
 class _EngineReport(Collector):
@@ -324,6 +315,12 @@ class _EngineReport(Collector):
         yield self._step_sizes(counts)
         yield self._counter("culet:steps", "Engine steps.", counts.steps)
         yield self._counter("culet:dropped_tokens", "Tokens drawn for sequences that had already ended.", counts.dropped_tokens)
+        text = "Kernels compiled since startup. Each held up a step, and the rehearsal at startup should have covered it."
+        yield self._counter("culet:kernels_compiled", text, now.kernels_compiled)
+        yield self._counter("culet:encoded_items", "Images, video frames and clips of audio encoded.", counts.encoded_items)
+        yield self._counter("culet:encoded_tokens", "Soft tokens of these items.", counts.encoded_tokens)
+        yield self._counter("culet:feature_hits", "Media in prompts whose features were cached.", counts.feature_hits)
+        yield self._gauge("culet:feature_bytes", "Size of the cached features.", now.feature_bytes)
         yield self._gauge("culet:engine_memory_bytes", "Resident memory of the engine process.", stats.memory_bytes)
         yield self._gauge("culet:kv_pages", "Pages in the KV cache, over all groups.", now.num_pages)
         yield self._gauge("culet:kv_free_pages", "Free pages in the KV cache.", now.num_free_pages)

@@ -7,9 +7,11 @@ import gc
 import logging
 import math
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +20,10 @@ from msgspec import Raw, Struct
 from prometheus_client import CollectorRegistry
 
 from culet import env
-from culet.config import BUILT_IN, Config, Limits, ServeConfig, read_limits
+from culet.config import BUILT_IN, Config, ServeConfig
 from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules
 from culet.errors import BadRequest, ContextTooLong, CuletError, QueueFull, WorkerDied
+from culet.limits import Limits, read_limits
 from culet.line_process import Stopper
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint
@@ -42,6 +45,9 @@ from culet.text.text_queue import TextQueue, request_bytes
 from culet.text.tokenizer import make_tokenizer
 from culet.types import SamplingParams
 
+# Seconds between tokens, as vLLM counts them.
+_GAPS_MS = (1, 2.5, 5, 7.5, 10, 15, 20, 25, 50, 75, 100, 150, 200, 300, 400, 500, 750, 1000, 2500, 10000)
+GAP_BOUNDS = tuple(milliseconds / 1000 for milliseconds in _GAPS_MS)
 _MAX_TOKEN_CHARS = 8  # few texts have more characters per token
 _CUT_TOKENS = 1024  # more tokens than a cut can add to the text before it
 _LAG_PERIOD_S = 0.1
@@ -50,6 +56,24 @@ _MAX_PAUSE_S = 30.0
 _RATE_WINDOW_S = 60.0
 MAX_RETRY_S = 60
 T = TypeVar("T")
+
+
+class TokenGaps:
+    """Times between tokens, counted by how long they are. A long answer has too many to keep each one."""
+
+    __slots__ = ("counts", "total_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(GAP_BOUNDS) + 1)
+        self.total_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(GAP_BOUNDS, seconds)] += 1
+        self.total_s += seconds
+
+    def merge(self, others: TokenGaps) -> None:
+        self.counts = list(map(add, self.counts, others.counts))
+        self.total_s += others.total_s
 
 
 @dataclass(slots=True)
@@ -71,7 +95,7 @@ class FinishedRequest:
     total_s: float = 0.0
     decode_s: float = 0.0  # from the first token to the last
     max_generated_tokens: int = 0  # of the longest sample
-    gaps_s: list[float] = field(default_factory=list)  # between consecutive deltas of a sample
+    gaps: TokenGaps = field(default_factory=TokenGaps)  # between consecutive deltas of a sample
     key: str = ""  # name of the API key
 
 

@@ -18,10 +18,14 @@ Shapes: K masks of a chain of drafts · W words, 1/32 of the vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
+from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher
@@ -103,6 +107,15 @@ class Phase(Enum):
     ENDED = auto()
 
 
+class _Masks(NamedTuple):
+    """The masks of a chain of drafts. The first `num_masks` of them are computed."""
+
+    drafts: tuple[int, ...]
+    mask_KW: Mask
+    num_masks: int
+    fault: str
+
+
 class Matcher:
     """One sequence's position in its output."""
 
@@ -114,12 +127,21 @@ class Matcher:
         rules: OutputRules | None = None,
         *,
         on_call: bool = False,
+        first_W: Mask | None = None,
     ) -> None:
-        """Start in a phase. `grammar` is a compiled grammar for this sequence alone or, with `on_call`, one to copy."""
+        """Start in a phase. `grammar` is a compiled grammar for this sequence alone or, with `on_call`, one to copy.
+
+        `first_W` is the grammar's first mask, if it is known.
+        """
         self.phase = phase
         self.grammar = None if on_call else grammar  # the one that is in force
         self.fault = ""  # why the sequence cannot continue
         self.drafts: tuple[int, ...] = ()  # proposals that the next step may verify
+        self.first_W = first_W  # the grammar's mask, until it takes a token
+        self.num_masks = 0  # of the last step, computed in time
+        self.is_busy = self.is_slow = False  # a thread computes its masks; the last ones took long
+        self.mask_s = 0.0  # time that its masks took
+        self._computed: _Masks | None = None  # the masks of its next draws
         self._vocabulary = vocabulary
         self._rules = rules or _NO_RULES
         self._call_grammar = grammar if on_call else None
@@ -149,13 +171,11 @@ class Matcher:
 
     def fill(self, mask_W: Mask) -> None:
         """Write the mask of tokens that may come next. If there are none, set `fault` to the reason and allow all tokens."""
-        if self.grammar is not None and self.phase in (Phase.START, Phase.DOCUMENT):
-            self.grammar.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
-        self.finish_fill(mask_W)
-
-    def finish_fill(self, mask_W: Mask) -> None:
-        """Complete the grammar's mask, or write the mask of a phase without one."""
         vocabulary = self._vocabulary
+        if self.first_W is not None:
+            mask_W[:] = self.first_W
+        elif self.grammar is not None and self.phase in (Phase.START, Phase.DOCUMENT):
+            self.grammar.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
         if self.phase is Phase.THOUGHT:
             mask_W[:] = vocabulary.close_mask if self.is_thought_out else vocabulary.thought_mask if self._is_document else -1
         elif self.phase is Phase.ENDED:
@@ -176,26 +196,53 @@ class Matcher:
             if without_W.any():  # a form that is complete ends, however short it is
                 mask_W[:] = without_W
 
-    def fill_chain(self, mask_KW: Mask, drafts: Sequence[int]) -> None:
-        """Write masks for the draw before the first draft and after each one.
+    def compute(self, drafts: tuple[int, ...] = (), deadline: float = inf) -> None:
+        """Compute masks for the draw before the first draft and, as far as there is time, after each one.
 
         All tokens are allowed after a draft that the grammar refuses. The token drawn in its place differs from the draft, so
-        everything after it is dropped.
+        everything after it is dropped. May run in a thread.
         """
-        grammar, fault = self.grammar, self.fault
-        state = self.phase, self._num_tokens, self._num_thought
-        if drafts and grammar is not None:
-            self.grammar = grammar.deep_copy()  # a matcher that fails on a draft cannot go back
-        for index in range(len(drafts) + 1):
-            self.fill(mask_KW[index])
+        walker = copy(self)  # This matcher stays as it is, because the engine's thread may read it.
+        if drafts and self.grammar is not None:
+            walker.grammar = self.grammar.deep_copy()
+        mask_KW = np.full((len(drafts) + 1, self._vocabulary.num_words), -1, dtype=np.int32)
+        fault, num_masks = "", len(mask_KW)
+        for index in range(len(mask_KW)):
+            walker.fill(mask_KW[index])
             if index == 0:
-                fault = self.fault
-            if index == len(drafts) or self.fault or not _is_set(mask_KW[index], drafts[index]):
-                mask_KW[index + 1 :] = -1
+                fault = walker.fault
+            if index == len(drafts) or walker.fault or not _is_set(mask_KW[index], drafts[index]):
                 break
-            self._advance(drafts[index])
-        self.grammar, self.fault = grammar, fault
-        self.phase, self._num_tokens, self._num_thought = state
+            if time.monotonic() >= deadline:
+                num_masks = index + 1
+                break
+            walker._advance(drafts[index])
+        self._computed = _Masks(drafts, mask_KW, num_masks, fault)
+
+    def give_up(self, reason: str) -> None:
+        """End the sequence with an error, because its masks cannot be computed."""
+        mask_KW = np.full((1, self._vocabulary.num_words), -1, dtype=np.int32)
+        self._computed = _Masks((), mask_KW, 1, GRAMMAR_FAULT + shorten(reason))
+
+    def has_masks(self, drafts: tuple[int, ...]) -> bool:
+        """Return whether masks were computed for the next draw and the draws after these drafts."""
+        masks = None if self.is_busy else self._computed
+        return masks is not None and masks.drafts[: len(drafts)] == drafts
+
+    def write(self, mask_KW: Mask, drafts: tuple[int, ...]) -> None:
+        """Write the masks that were computed, and allow all tokens in the others. `num_masks` says how many there are."""
+        self.num_masks = 0
+        if not self.is_busy and (masks := self._computed) is not None:
+            num_useful = len(mask_KW) if masks.drafts[: len(drafts)] == drafts else 1
+            self.num_masks = min(masks.num_masks, num_useful)
+            mask_KW[: self.num_masks] = masks.mask_KW[: self.num_masks]
+            self.fault = self.fault or masks.fault
+        mask_KW[self.num_masks :] = -1
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether the next mask takes no time, because no grammar computes it, or because it is known."""
+        return self.grammar is None or self.first_W is not None or self.phase not in (Phase.START, Phase.DOCUMENT)
 
     @cached_property
     def _end_mask(self) -> Mask:
@@ -229,6 +276,7 @@ class Matcher:
     def _advance(self, token_id: int) -> None:
         vocabulary = self._vocabulary
         self._num_tokens += 1
+        self._computed = None
         opens, closes = vocabulary.thought_ids or (-1, -1)
         if token_id == opens and self.phase in (Phase.START, Phase.FREE):
             self.phase = Phase.THOUGHT
@@ -243,8 +291,10 @@ class Matcher:
             self.phase = Phase.ENDED
         elif self.phase is Phase.THOUGHT:
             self._num_thought += 1
-        elif self.phase is Phase.DOCUMENT and self.grammar is not None and not self.grammar.consume_token(token_id):
-            self._fail(self.grammar)
+        elif self.phase is Phase.DOCUMENT and self.grammar is not None:
+            self.first_W = None
+            if not self.grammar.consume_token(token_id):
+                self._fail(self.grammar)
 
     def _advance_freely(self, token_id: int, closes: int) -> None:
         """Advance where no grammar holds for the whole output."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import Any
@@ -10,19 +11,24 @@ from typing import Any
 from culet.errors import BadRequest, CuletError, QueueFull
 from culet.log import logger
 from culet.structured.check import GrammarCheck
-from culet.structured.compiler import GrammarCompiler
+from culet.structured.compiler import MAX_KEPT, GrammarCompiler
 from culet.structured.tool_grammar import tool_form
 from culet.text.tokenizer import Tokenizer
 from culet.types import GrammarSpec, Request
 
 
 class GrammarQueue:
-    """Compiles the grammars of requests while the engine keeps running."""
+    """Compiles the grammars of requests while the engine keeps running.
+
+    A grammar stays compiled as long as its request lives. If there is no room for more of them, further requests wait.
+    """
 
     def __init__(self, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
         self._compiler = compiler
         self._check = GrammarCheck.for_tokenizer(tokenizer)
+        self._waiting: deque[Request] = deque()  # for room
         self._compiling: dict[str, Future[Any]] = {}  # by request id
+        self._held: dict[str, str] = {}  # request id -> key of its grammar
 
     def prepare(self) -> None:
         """Prepare now, so that the first grammar does not wait."""
@@ -42,6 +48,9 @@ class GrammarQueue:
 
     def submit(self, request: Request) -> bool:
         """Start to compile a request's grammar. Return True if it is already compiled."""
+        if self._waiting or not self._hold(request):
+            self._waiting.append(request)
+            return False
         assert request.grammar is not None
         future = self._compiler.submit(request.grammar)
         if future.done() and future.exception() is None:
@@ -49,8 +58,29 @@ class GrammarQueue:
         self._compiling[request.request_id] = future
         return False
 
-    def done(self) -> Iterator[tuple[str, str]]:
-        """Yield (request id, error or "") for each grammar whose compilation has ended since the last call."""
+    def _hold(self, request: Request) -> bool:
+        assert request.grammar is not None
+        if not self._compiler.hold(request.grammar):
+            return False
+        self._held[request.request_id] = request.grammar.key
+        return True
+
+    def _let_go(self, is_alive: Callable[[str], bool]) -> None:
+        """Let go of the grammars of requests that have ended."""
+        for request_id in [request_id for request_id in self._held if not is_alive(request_id)]:
+            self._compiler.let_go(self._held.pop(request_id))
+
+    def done(self, is_alive: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
+        """Yield (request id, error or "") for each grammar whose compilation has ended since the last call.
+
+        `is_alive` says whether a request has not ended.
+        """
+        if self._waiting or len(self._held) >= MAX_KEPT:
+            self._let_go(is_alive)
+        while self._waiting and (not is_alive(self._waiting[0].request_id) or self._hold(self._waiting[0])):
+            request = self._waiting.popleft()
+            if request.grammar is not None and request.request_id in self._held:
+                self._compiling[request.request_id] = self._compiler.submit(request.grammar)
         if not self._compiling:
             return
         for request_id, future in list(self._compiling.items()):
@@ -65,5 +95,7 @@ class GrammarQueue:
             wait(self._compiling.values(), limit_s, FIRST_COMPLETED)
 
     def forget(self) -> None:
-        """Drop all waiting requests."""
+        """Drop all requests."""
+        self._waiting.clear()
         self._compiling.clear()
+        self._let_go(lambda request_id: False)

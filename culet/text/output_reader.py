@@ -105,6 +105,9 @@ class _State(Enum):
     ENDED = auto()
 
 
+_THINKING = (_State.LABEL, _State.REASONING)
+
+
 class ChatReader:
     """Reads one sample of a chat. `prompt_ids` show whether the output starts inside a thought.
 
@@ -130,6 +133,7 @@ class ChatReader:
         self._marks |= {tokenizer.token_id(name): _Mark.END for name in _END_TOKENS} | dict.fromkeys(end_ids, _Mark.END)
         self._turn_id = tokenizer.token_id("<|turn>")
         self._marks.pop(None, None)  # names that the vocabulary lacks
+        self._special_ids = tokenizer.special_ids
         self._schemas = schemas or {}
         self._ignore_end = ignore_end
         self._make_id = make_id
@@ -160,7 +164,7 @@ class ChatReader:
     @property
     def in_reasoning(self) -> bool:
         """Whether the next token belongs to a thought, judging by the tokens so far."""
-        return self._state in (_State.LABEL, _State.REASONING)
+        return self._state in _THINKING
 
     @property
     def has_ended(self) -> bool:
@@ -170,12 +174,14 @@ class ChatReader:
     def push(self, token_ids: Iterable[int]) -> list[OutputPiece]:
         """Read the next tokens and return the pieces that can no longer change."""
         for token_id in token_ids:
-            if self._state is _State.ENDED:
+            before = self._state
+            if before is _State.ENDED:
                 break
-            was_reasoning = self.in_reasoning
             self._read(token_id)
-            self._num_reasoning_tokens += was_reasoning or self.in_reasoning
-            self._num_thought_tokens += was_reasoning and self.in_reasoning
+            if before is not _State.TEXT or self._state is not _State.TEXT:  # most tokens are text, and this runs for each
+                was_reasoning = before in _THINKING
+                self._num_reasoning_tokens += was_reasoning or self.in_reasoning
+                self._num_thought_tokens += was_reasoning and self.in_reasoning
         return self._take_pieces()
 
     def finish(self) -> list[OutputPiece]:
@@ -200,10 +206,10 @@ class ChatReader:
         )
 
     def _read(self, token_id: int) -> None:
-        mark = self._marks.get(token_id)
-        if mark is None and token_id not in self._tokenizer.special_ids:
+        if token_id not in self._marks and token_id not in self._special_ids:
             self._add(self._decoder.push((token_id,)))
             return
+        mark = self._marks.get(token_id)
         in_call = self._state in (_State.CALL, _State.BROKEN)
         if mark is None and not in_call:
             if token_id == self._turn_id and self._state is _State.TEXT and self._is_first and self._is_blank:

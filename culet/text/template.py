@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from culet.errors import BadRequest, CheckpointError
-from culet.line_process import LineProcess, Stopper
+from culet.line_process import START_LIMIT_S, LineProcess, Stopper
 from culet.text.messages import check_messages, check_tools
 
 BUILT_IN = Path(__file__).with_name("gemma4.jinja")
@@ -114,6 +114,7 @@ class ChatTemplate:
         self._free = threading.Semaphore(self._limits.num_processes)
         self._lock = threading.Lock()
         self._idle: list[LineProcess] = []
+        self._has_compiled = False
 
     @classmethod
     def of_checkpoint(
@@ -248,7 +249,8 @@ class ChatTemplate:
 
     def _start(self) -> LineProcess:
         process = LineProcess(_WORKER, "renders chat templates")
-        time_limit_s = self._limits.time_limit_s
+        # A template that has compiled once does so again. How long that takes depends on what else the machine does.
+        time_limit_s = START_LIMIT_S if self._has_compiled else self._limits.time_limit_s
         try:
             reply = process.ask(self._setup, time_limit_s)
         except OSError as error:
@@ -265,6 +267,7 @@ class ChatTemplate:
                 f"chat template ({self.origin}): {reply['error']}",
                 hint="fix the template, or remove it to use the built-in one",
             )
+        self._has_compiled = True
         return process
 
 

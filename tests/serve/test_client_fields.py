@@ -43,6 +43,12 @@ def test_other_names_of_structured_outputs(tiny: Running, fields: dict[str, Any]
         ({"bad_words": ["x"]}, "bad_words"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"use_beam_search": True}, "use_beam_search"),
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"web_search_options": {"user_location": None}}, "web_search_options"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"length_penalty": 2}, "length_penalty"),
         ({"dry_multiplier": 0.8}, "dry_multiplier"),
         ({"ebnf": "root ::= x"}, "ebnf"),
@@ -59,6 +65,7 @@ def test_fields_that_are_refused(tiny: Running, fields: dict[str, Any], name: st
 
 def test_values_that_change_nothing(fake: Running) -> None:
     fields = {"min_tokens": 0, "bad_words": [], "use_beam_search": False, "length_penalty": 1.0, "typical_p": 1, "ebnf": None}
+    fields |= {"best_of": 1, "suffix": None, "modalities": ["text"], "audio": None}
     assert fake.chat(messages=HELLO, **fields).status_code == 200
     for fields in ({"best_of": 2}, {"suffix": "x"}, {"min_tokens": 3}):
         response = fake.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, **fields})

@@ -349,7 +349,7 @@ def test_an_engine_that_hangs(scripted: Callable[..., Running]) -> None:
 
 
 def test_a_long_idle_time_is_not_a_hang(scripted: Callable[..., Running]) -> None:
-    with scripted("Hi.<turn|>", step_s=0.4, settings={"limits": "step_s=2"}) as server:
+    with scripted("Hi.<turn|>", step_s=0.4, settings={"limits": "step_s=4"}) as server:
         time.sleep(4.5)
         assert server.chat().status_code == 200
         server.check_well()

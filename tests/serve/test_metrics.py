@@ -52,6 +52,7 @@ NAMES = (
     "culet:kv_resume_points",
     "culet:kv_resume_point_pages",
     "culet:engine_up",
+    "culet:kernels_compiled_total",
 )
 
 

@@ -7,12 +7,13 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from culet.errors import BadRequest
-from culet.line_process import LineProcess, Stopper
+from culet.line_process import START_LIMIT_S, LineProcess, Stopper
 from culet.text.template import Chat, ChatTemplate, RenderLimits
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -140,3 +141,33 @@ def test_processes_work_side_by_side_up_to_their_number():
         thread.join()
     assert {process.process_id for process in template._idle} == before
     template.close()
+
+
+def test_a_program_comes_after_the_process_that_started_it() -> None:
+    """Linux compares priorities only within a session if it groups tasks by session, as it does by default."""
+    process = start(ECHO, "echoes")
+    own_niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, process.process_id) == min(19, own_niceness + 10)
+    assert os.getsid(process.process_id) == os.getsid(0)
+    assert os.getpgid(process.process_id) != os.getpgid(0)  # Ctrl-C does not reach it
+    process.end()
+
+
+def test_a_template_that_has_compiled_gets_time_to_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a new process takes long, and no client's conversation is the reason."""
+    limits: list[float] = []
+    ask = LineProcess.ask
+
+    def note(self: LineProcess, line: str | bytes, limit_s: float) -> dict[str, Any]:
+        limits.append(limit_s)
+        return ask(self, line, 60)
+
+    monkeypatch.setattr(LineProcess, "ask", note)
+    template = own("{{ messages[0].content }}", time_limit_s=3.0)
+    assert template.render(HELLO) == "Hi"
+    assert limits == [3.0, 3.0]  # to compile, to render
+    for process in template._idle:
+        os.kill(process.process_id, signal.SIGKILL)
+        process._process.wait(60)
+    assert template.render(HELLO) == "Hi"
+    assert limits[2:] == [START_LIMIT_S, 3.0]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from culet.config import Limits
 from culet.errors import BadRequest, QueueFull
+from culet.limits import Limits
 
 _MEGABYTE = 1 << 20
 

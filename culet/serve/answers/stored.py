@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from culet.config import Limits
+from culet.limits import Limits
 from culet.serve.http_errors import HttpError
 
 _MESSAGE_BYTES = 1024  # what the containers of a message take in memory, at most

@@ -52,6 +52,9 @@ Refused = Annotated[Raw, Meta(extra_json_schema={"enum": [None]})] | UnsetType
 _NEUTRAL = (b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""', b"-1")
 _NEUTRAL_OF = {
     "length_penalty": (b"null", b"1", b"1.0"),
+    "best_of": (b"null", b"0", b"1"),
+    "modalities": (b"null", b"[]", b'["text"]'),
+    "function_call": (b"null", b'""', b'"none"', b'"auto"'),
     "typical_p": (b"null", b"1", b"1.0"),
     "tfs_z": (b"null", b"1", b"1.0"),
 }
@@ -65,6 +68,8 @@ class UnsupportedFields(FormAliases, kw_only=True):
 
     allowed_token_ids: Refused = UNSET
     bad_words: Refused = UNSET
+    best_of: Refused = UNSET
+    suffix: Refused = UNSET
     use_beam_search: Refused = UNSET
     length_penalty: Refused = UNSET
     typical_p: Refused = UNSET
@@ -78,6 +83,11 @@ class UnsupportedFields(FormAliases, kw_only=True):
     truncate_prompt_tokens: Refused = UNSET
     ebnf: Refused = UNSET
     json_schema: Refused = UNSET
+    modalities: Refused = UNSET
+    audio: Refused = UNSET
+    web_search_options: Refused = UNSET
+    functions: Refused = UNSET  # OpenAI's tools before there were `tools`
+    function_call: Refused = UNSET
 
     def refuse(self) -> None:
         """Raise if the request has such a field."""

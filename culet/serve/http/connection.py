@@ -15,7 +15,7 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from culet.config import Limits
+from culet.limits import Limits
 from culet.serve.http.intake import BODY, IncomingBody, Intake
 from culet.serve.http_errors import HttpError, openai_body, reply_to
 from culet.serve.streams import ABORT, HALF_CLOSED

@@ -181,7 +181,7 @@ class EngineClient(asyncio.Protocol):
                 env=child_environment(),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C must reach only this process, which then stops the engine
+                process_group=0,  # Ctrl-C must reach only this process, which then stops the engine
             )
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: client, sock=ours)

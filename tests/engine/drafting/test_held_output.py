@@ -5,6 +5,7 @@ A random model opens calls and thoughts because of a bias. It writes nonsense, s
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from culet.runner.runner import Runner
 from culet.scheduler.scheduler import Scheduler
 from culet.structured.check import GrammarCheck
 from culet.structured.compiler import GrammarCompiler
+from culet.structured.matcher import Matcher
 from culet.structured.tool_grammar import tool_form
 from culet.text.output_reader import ChatReader
 from culet.text.tokenizer import Tokenizer
@@ -246,3 +248,28 @@ def test_a_drafter_with_pages_of_its_own_changes_nothing(
     for request in asked[1::3]:
         assert run_ahead(rig.scheduler, rig.runner, [request])[request.request_id, 0] == expected[request.request_id, 0]
     rig.check_pages()
+
+
+@pytest.mark.parametrize("drafter", ["none", pytest.param("assistant", marks=pytest.mark.slow), "own pages"])
+def test_late_masks_change_nothing(
+    pair: Pair, tokenizer: Tokenizer, asked: list[Request], expected: Out, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draw whose mask was not computed in time is drawn again, also in the middle of a verified block."""
+    chance, write, num_late = random.Random(1), Matcher.write, 0
+
+    def write_late(self: Matcher, mask_KW: Any, drafts: tuple[int, ...]) -> None:
+        nonlocal num_late
+        write(self, mask_KW, drafts)
+        if not self.is_cheap:
+            num_masks = min(self.num_masks, chance.choice((0, 1, self.num_masks)))
+            num_late += num_masks < self.num_masks
+            mask_KW[num_masks:], self.num_masks = -1, num_masks
+
+    monkeypatch.setattr(Matcher, "write", write_late)
+    if drafter == "none":
+        test_look_ahead_changes_nothing(pair.model, tokenizer, asked, expected)
+    elif drafter == "assistant":
+        test_an_assistant_changes_nothing(pair.model, tokenizer, asked, expected, is_fixed=True)
+    else:
+        test_a_drafter_with_pages_of_its_own_changes_nothing(pair, tokenizer, asked, expected, Pauses, monkeypatch)
+    assert num_late > 20

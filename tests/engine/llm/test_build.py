@@ -14,6 +14,7 @@ from culet.engine.build import EngineParts, build_parts
 from culet.engine.engine import Engine
 from culet.engine.resolve import resolve
 from culet.errors import ConfigError
+from culet.kernels.compiling import CompileCount
 from culet.runner.worker import ProcessWorker
 from culet.testing.tiny import write_checkpoint
 from culet.types import SamplingParams, StepPlan, StepResult, StructuredOutputs
@@ -113,6 +114,9 @@ def test_the_engine_uses_only_the_worker_interface(settings: dict[str, Any]) -> 
     assert re.fullmatch("[a-z ]{1,20}", engine.tokenizer.decode(tokens.pop(("grammar", 0))))
     assert all(len(token_ids) == 12 for token_ids in tokens.values())
     assert engine.stats().verify_seconds == 0.0
+    assert engine.stats().kernels_compiled == 0
+    engine._compile_count = CompileCount(compiled=9, while_serving=2)  # as on a GPU
+    assert engine.stats().kernels_compiled == 2
     engine.close()
     assert worker.is_closed
 

@@ -16,6 +16,7 @@ from tests.serve.running import Running, wait_for
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 LONG: Any = {"messages": HELLO, "stream": True, "ignore_eos": True}
+WATCHDOG_S, PAUSE_S = 4, 6  # An engine on a busy machine may be silent for seconds.
 
 
 def events(response: httpx.Response) -> Iterator[str]:
@@ -29,9 +30,28 @@ def kill_engine(server: Running) -> None:
     wait_for(lambda: server.stats()["engine_restarts"] == before + 1, what="the restart")
 
 
-def test_requests_without_a_token_wait_for_the_next_engine(scripted: Callable[..., Running]) -> None:
+# Restarts that are a second old do not count, so the pauses before them stay short.
+OFTEN = {"max_engine_restarts": 50, "engine_restart_window": 0.5}
+
+
+@pytest.fixture(scope="module")
+def narrow(scripted: Callable[..., Running]) -> Iterator[Running]:
+    """A server with one slot, whose engine may be killed."""
+    with scripted(step_s=0.05, config={"max_num_seqs": 1}, settings=OFTEN) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def watched(scripted: Callable[..., Running]) -> Iterator[Running]:
+    """A server whose engine may be killed or paused."""
+    with scripted(step_s=0.05, settings={**OFTEN, "limits": f"step_s={WATCHDOG_S}"}) as server:
+        yield server
+
+
+def test_requests_without_a_token_wait_for_the_next_engine(narrow: Running) -> None:
     """One slot: a stream that has tokens gets an error it can read. All that wait are answered after the restart."""
-    with scripted(step_s=0.05, config={"max_num_seqs": 1}) as server, ThreadPoolExecutor(8) as pool:
+    server = narrow
+    with ThreadPoolExecutor(8) as pool:
         with server.http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 5000}) as response:
             source = events(response)
             next(source)
@@ -61,12 +81,11 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
         ("/v1/completions", {"prompt": [[5, 6], [7]], "logprobs": 1}),
     ],
 )
-def test_an_answer_that_nobody_has_seen_starts_over(
-    path: str, fields: dict[str, Any], scripted: Callable[..., Running]
-) -> None:
+def test_an_answer_that_nobody_has_seen_starts_over(path: str, fields: dict[str, Any], watched: Running) -> None:
     """A request without streaming has drawn tokens, but the client has none of them. It gets a whole answer."""
     body = {**fields, "ignore_eos": True, "max_tokens": 60, "n": 2}
-    with scripted(step_s=0.05) as server, ThreadPoolExecutor(1) as pool:
+    server = watched
+    with ThreadPoolExecutor(1) as pool:
         expected = server.http.post(path, json=body).json()
         before = server.stats()["generated_tokens"]
         whole = pool.submit(server.http.post, path, json=body)
@@ -79,11 +98,14 @@ def test_an_answer_that_nobody_has_seen_starts_over(
         server.check_well()
 
 
-def test_a_client_that_leaves_during_a_restart_is_forgotten(scripted: Callable[..., Running]) -> None:
-    with scripted(step_s=0.05, config={"max_num_seqs": 1}) as server, ThreadPoolExecutor(2) as pool:
-        pool.submit(server.chat, ignore_eos=True, max_tokens=10)
-        wait_for(lambda: server.stats()["requests"]["in_flight"] == 1, what="the first")
-        with httpx.Client(base_url=server.url, timeout=300) as client:
+def test_a_client_that_leaves_during_a_restart_is_forgotten(narrow: Running) -> None:
+    server = narrow
+    with ThreadPoolExecutor(1) as pool:
+        with (
+            server.http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 5000}) as first,
+            httpx.Client(base_url=server.url, timeout=300) as client,
+        ):
+            next(events(first))  # it has the only slot
             sent = client.build_request("POST", "/v1/chat/completions", json={"messages": HELLO, "max_tokens": 999})
             left = pool.submit(client.send, sent)
             wait_for(lambda: server.stats()["requests"]["in_flight"] == 2, what="the second")
@@ -95,13 +117,14 @@ def test_a_client_that_leaves_during_a_restart_is_forgotten(scripted: Callable[.
 
 
 def test_restarts_have_a_limit(scripted: Callable[..., Running]) -> None:
-    """The default is 3 in 10 minutes. After that the server exits with 3, and the last clients get an error."""
+    """The default is 3 in 10 minutes. After that the server exits with 2, and the last clients get an error."""
     with scripted(step_s=0.05) as server, ThreadPoolExecutor(1) as pool:
         for _ in range(3):
             server.wait_ready()
             kill_engine(server)
         server.wait_ready()
         assert server.chat(max_tokens=2).status_code == 200
+        wait_for(server.is_at_rest, what="rest")
         last = pool.submit(server.chat, ignore_eos=True, max_tokens=5000)
         wait_for(lambda: server.stats()["requests"]["in_flight"] == 1, what="the request")
         os.kill(server.engine_id(), signal.SIGKILL)
@@ -136,39 +159,37 @@ def test_a_request_that_kills_every_engine_is_given_up(scripted: Callable[..., R
         server.wait_ready()
 
 
-def test_the_engine_survives_a_pause_of_the_web_process(scripted: Callable[..., Running]) -> None:
+def test_the_engine_survives_a_pause_of_the_web_process(watched: Running) -> None:
     """SIGSTOP for longer than the watchdog's limit. The engine has worked on, and is not killed for its silence."""
-    with scripted(step_s=0.05, settings={"limits": "step_s=2"}) as server:
-        engine = server.engine_id()
-        with server.http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 200}) as response:
-            source = events(response)
-            next(source)
-            for _ in range(2):
-                server.signal(signal.SIGSTOP)
-                time.sleep(6)
-                server.signal(signal.SIGCONT)
-                assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
-            assert list(source)[-1] == "[DONE]"
-        assert server.engine_id() == engine
-        assert "killing" not in server.log()
-        server.check_well()
-
-
-def test_the_engine_survives_a_pause_of_both(scripted: Callable[..., Running]) -> None:
-    """A suspended VM stops all processes. The engine may need a moment longer to come back than the web process."""
-    with scripted(step_s=0.05, settings={"limits": "step_s=2"}) as server:
-        engine = server.engine_id()
-        with server.http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 100}) as response:
-            source = events(response)
-            next(source)
-            os.kill(engine, signal.SIGSTOP)
+    server, engine = watched, watched.engine_id()
+    with server.http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 200}) as response:
+        source = events(response)
+        next(source)
+        for _ in range(2):
             server.signal(signal.SIGSTOP)
-            time.sleep(6)
+            time.sleep(PAUSE_S)
             server.signal(signal.SIGCONT)
-            time.sleep(0.2)
-            os.kill(engine, signal.SIGCONT)
-            assert list(source)[-1] == "[DONE]"
-        assert server.engine_id() == engine
+            assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+        assert list(source)[-1] == "[DONE]"
+    assert server.engine_id() == engine
+    assert "killing" not in server.log()
+    server.check_well()
+
+
+def test_the_engine_survives_a_pause_of_both(watched: Running) -> None:
+    """A suspended VM stops all processes. The engine may need a moment longer to come back than the web process."""
+    server, engine = watched, watched.engine_id()
+    with server.http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 100}) as response:
+        source = events(response)
+        next(source)
+        os.kill(engine, signal.SIGSTOP)
+        server.signal(signal.SIGSTOP)
+        time.sleep(PAUSE_S)
+        server.signal(signal.SIGCONT)
+        time.sleep(0.2)
+        os.kill(engine, signal.SIGCONT)
+        assert list(source)[-1] == "[DONE]"
+    assert server.engine_id() == engine
 
 
 def test_probes(scripted: Callable[..., Running], folder: Any) -> None:
@@ -191,14 +212,23 @@ def test_probes(scripted: Callable[..., Running], folder: Any) -> None:
 def test_health_while_loading(folder: Any) -> None:
     with Running(folder, config={"device": "cpu"}, wait=False) as server:
 
+        def engine_id() -> int | None:
+            try:
+                return server.engine_id()
+            except AssertionError:
+                return None
+
         def first_answer() -> httpx.Response | None:
             try:
                 return server.http.get("/live")
             except httpx.TransportError:
                 return None
 
+        engine = wait_for(engine_id, 40, "the engine process")
+        os.kill(engine, signal.SIGSTOP)  # so that it cannot be ready before we look
         live = wait_for(first_answer, 40, "the port")
         health = server.http.get("/health")
+        os.kill(engine, signal.SIGCONT)
         assert live.status_code == 200
         assert health.status_code == 503
         assert "loading" in health.text

@@ -34,7 +34,7 @@ requests_per_minute = 3
 [[key]]
 name = "brief"
 key = "brief-secret"
-tokens_per_minute = 40
+tokens_per_minute = 4
 
 [[key]]
 name = "single"
@@ -121,9 +121,10 @@ def test_someone_alone_may_set_priority(fake: Running) -> None:
 
 
 def test_requests_per_minute(shared: Running) -> None:
-    answers = [post(shared, "slow-secret") for _ in range(5)]
-    assert [answer.status_code for answer in answers[:3]] == [200, 200, 200]
-    refused = next(answer for answer in answers if answer.status_code == 429)
+    answers = [post(shared, "slow-secret") for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200]
+    # On a busy machine, the next minute's requests are allowed one after the other.
+    refused = wait_for(lambda: (answer := post(shared, "slow-secret")).status_code == 429 and answer, what="a refusal")
     assert "requests_per_minute" in refused.json()["error"]["message"]
     assert 1 <= int(refused.headers["retry-after"]) <= 20
     # The web page renders answers with these requests, so they do not count.
@@ -146,7 +147,8 @@ def test_concurrency(shared: Running) -> None:
     assert "concurrency" in refused.json()["error"]["message"]
     assert refused.headers["retry-after"] == "1"
     assert post(shared, "single-secret", PATHS[1], n=2).status_code == 200  # a refused request holds no place
-    assert post(shared, "single-secret", PATHS[1], n=2).status_code == 200  # and one that has ended neither
+    # Nor does one that has ended, a moment later.
+    wait_for(lambda: post(shared, "single-secret", PATHS[1], n=2).status_code == 200, 5, "the place")
 
 
 def test_names_are_in_the_log_and_in_the_metrics(shared: Running) -> None:

@@ -56,6 +56,7 @@ def test_kernels_are_compiled_once(cache: Path, caplog: pytest.LogCaptureFixture
         compile_for(a_kernel(96), 90)
     assert "while serving" in caplog.text
     assert "_rms_norm_kernel" in caplog.text
+    assert (count.while_serving, again.while_serving) == (0, 1)
 
 
 def test_triton_cache_dir_wins(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

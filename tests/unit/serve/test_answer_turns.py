@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from culet.config import Limits
 from culet.errors import BadRequest, QueueFull
+from culet.limits import Limits
 from culet.serve.answers.limits import AnswerLimits
 from culet.serve.answers.parts import MESSAGE_BYTES, BigAnswer, in_messages
 from culet.serve.answers.turns import Turns, json_size

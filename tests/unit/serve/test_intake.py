@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from culet.config import Limits, read_limits
 from culet.errors import ConfigError
+from culet.limits import Limits, read_limits
 from culet.serve.http import intake
 from culet.serve.http.connection import _PacedFlow
 from culet.serve.http.intake import IncomingBody, Intake

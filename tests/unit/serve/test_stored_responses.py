@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from culet.config import Limits
+from culet.limits import Limits
 from culet.serve.answers.stored import StoredResponse, StoredResponses
 from culet.serve.http_errors import HttpError
 

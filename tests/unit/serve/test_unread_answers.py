@@ -8,7 +8,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from culet.config import Limits
+from culet.limits import Limits
 from culet.serve.http.connection import make_protocol
 from culet.serve.http.intake import Intake
 

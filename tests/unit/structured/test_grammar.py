@@ -36,13 +36,17 @@ ENDLESS = {
 }
 
 
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
+def make_compiler() -> GrammarCompiler:
     return GrammarCompiler(
         Vocabulary(
             len(PIECES) + 40, lambda i: PIECES[i] if i < len(PIECES) else b"", frozenset(range(8)), (EOS, TURN_END), (3, 4)
         )
     )
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return make_compiler()
 
 
 def spec(**form: object) -> GrammarSpec:
@@ -276,11 +280,11 @@ def test_a_worker_that_dies_is_replaced() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
-def test_compiling_threads_yield_to_the_engine(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_threads_have_the_engines_priority(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of low priority would hold the interpreter's lock while it waits for a core, and the engine would wait too."""
+
     def niceness(spec: GrammarSpec) -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     monkeypatch.setattr(compiler, "compile", niceness)
-    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert compiler.submit(GrammarSpec("regex", "[a-z]{3}")).result(60) == min(19, own + 10)
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+    assert compiler.submit(GrammarSpec("regex", "[a-z]{3}")).result(60) == os.getpriority(os.PRIO_PROCESS, 0)

@@ -124,3 +124,19 @@ def test_a_grammar_that_had_too_little_time_is_not_remembered_as_bad() -> None:
             assert await desk.admit(late) == late
 
     asyncio.run(main())
+
+
+def test_the_time_of_a_check_runs_while_it_waits_for_a_process() -> None:
+    check = GrammarCheck((), time_limit_s=60.0)
+    try:
+        for text in ("[a-z]+", "[0-9]+"):
+            check.check(GrammarSpec("regex", text))  # a process that is starting takes no time from a grammar
+        check.time_limit_s = 2.0
+        first = [check.begin(form, form.key) for form in map(endless, range(MAX_PROCESSES))]
+        late = endless(99)
+        waiting = check.begin(late, late.key)
+        for other in first:
+            assert isinstance(other.future.exception(PATIENCE), BadRequest | QueueFull)
+        assert isinstance(waiting.future.exception(PATIENCE), QueueFull), "it had its time while it waited"
+    finally:
+        check.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from culet.structured.compiler import GrammarCompiler
@@ -61,8 +60,8 @@ def test_a_chain_of_drafts_goes_through_a_call(compiler: GrammarCompiler) -> Non
     """Masks after each draft are those of a matcher that has drawn it, also where a call begins or ends in between."""
     text = [*tokens("call:abc{n:1}"), CALL_END, TEXT, CALL, *tokens("call:")]
     matcher = compiler.start(on_call(), [9, CALL], 1)
-    masks = np.empty((len(text) + 1, compiler.vocabulary.num_words), dtype=np.int32)
-    matcher.fill_chain(masks, text)
+    matcher.drafts = tuple(text)
+    masks = compiler.masks([(matcher, len(text))])
     for count in range(len(text) + 1):
         alone = compiler.start(on_call(), [9, CALL, *text[:count]], 1)
         want = allowed(compiler.masks([(alone, 0)])[0])

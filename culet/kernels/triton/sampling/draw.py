@@ -306,7 +306,7 @@ def _draw_kernel(
                 tl.store(tokens + row, open_.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["V"])
+@triton.jit(do_not_specialize=["V", "k"])  # Clients choose k.
 def _logprobs_kernel(
     logits,
     peaks,

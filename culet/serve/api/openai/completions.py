@@ -44,8 +44,6 @@ class CompletionRequest(SamplingFields, kw_only=True):
     )
     echo: bool | None = False
     logprobs: Annotated[int, Meta(ge=0, le=1024)] | None = None
-    best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
-    suffix: Annotated[str, Meta(max_length=0)] | None = None
     return_token_ids: bool | None = None  # also return the ids of the generated tokens; always done without a tokenizer
 
 

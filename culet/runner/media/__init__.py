@@ -1,0 +1,1 @@
+"""Media in the runner: features that towers compute, and where a step reads them."""

@@ -1,0 +1,1 @@
+"""Media in the scheduler: which features are computed, kept and dropped."""
