@@ -1,9 +1,9 @@
-"""The vision tower for training: an encoder over the patches of pictures, pooled to soft tokens, and a projection to the decoder.
+"""The vision tower for training: an encoder over the patches of pictures, pooled to soft tokens and projected.
 
 It is Gemma 4's tower without clip bounds and without standardising. Weights are kept as in `model.py`. The pictures of a batch
 have one size, so nothing is padded. Patches are ordered soft token by soft token, so that pooling reads nine rows in a row.
 
-Shapes: P pictures · T patches of a picture · M soft tokens of a picture · D tower · N heads · H head size · V values of a patch.
+Shapes: P pictures · T patches of a picture · M soft tokens of a picture · D tower · N heads · H head size · V values.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from training.data.chats import Chat, Encoder, plain_document, talk
 from training.data.pictures.drawing import draw_picture
 from training.data.pictures.questions import Question, questions, questions_about
 from training.data.pictures.scenes import Scene, draw_scene
-from training.learning.batches import PAD
 
 BUDGET = 70  # soft tokens of a picture, the smallest budget
 IMAGE = "<|image|>"
@@ -138,7 +137,7 @@ def _chats(scene: Scene, rng: random.Random) -> Iterator[Chat]:
 def _pack(
     pictures: NDArray[np.uint8], documents: list[tuple[int, list[int], list[bool]]], image_id: int, num_rows: int, row_len: int
 ) -> PictureBatch:
-    ids = np.full((num_rows, row_len), PAD, np.int32)
+    ids = np.zeros((num_rows, row_len), np.int32)  # 0 is padding
     first = np.tile(np.arange(row_len, dtype=np.int32), (num_rows, 1))
     learnt = np.zeros((num_rows, row_len), bool)
     soft = np.full((num_rows, row_len), -1, np.int32)

@@ -30,7 +30,8 @@ def _star(num_points: int = 5, inner: float = 0.42) -> Points:
 def _heart() -> Points:
     steps = [2 * math.pi * index / 40 for index in range(40)]
     return [
-        (math.sin(t) ** 3, -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)) / 16) for t in steps
+        (math.sin(t) ** 3, -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)) / 16)
+        for t in steps
     ]
 
 
@@ -80,7 +81,9 @@ def _jittered(colour: Colour, rng: random.Random) -> Colour:
     return red, green, blue
 
 
-def _draw_thing(pen: ImageDraw.ImageDraw, thing: Thing, width: int, height: int, outline_width: int, rng: random.Random) -> None:
+def _draw_thing(
+    pen: ImageDraw.ImageDraw, thing: Thing, width: int, height: int, outline_width: int, rng: random.Random
+) -> None:
     radius = thing.size * min(width, height) / 6
     x, y = thing.x * width, thing.y * height
     fill = _jittered(COLOURS[thing.colour], rng)
@@ -92,9 +95,7 @@ def _draw_thing(pen: ImageDraw.ImageDraw, thing: Thing, width: int, height: int,
         pen.ellipse(box, fill=fill, outline=dark if outline_width else None, width=outline_width)
     else:
         cos, sin = math.cos(math.radians(thing.turn)), math.sin(math.radians(thing.turn))
-        corners = [
-            (x + radius * (px * cos - py * sin), y + radius * (px * sin + py * cos)) for px, py in _CORNERS[thing.shape]
-        ]
+        corners = [(x + radius * (px * cos - py * sin), y + radius * (px * sin + py * cos)) for px, py in _CORNERS[thing.shape]]
         pen.polygon(corners, fill=fill, outline=dark if outline_width else None, width=outline_width or 1)
 
 

@@ -68,7 +68,8 @@ def questions_about(scene: Scene, rng: random.Random) -> list[Question]:
     if subject in _named_by_colour(scene):
         answer = _say("shape", shape=subject.shape, colour=subject.colour)
         found.append(_ask(rng, "shape", answer, subject.shape, colour=subject.colour))
-    found += [_count(rng, scene, "count shape", subject.shape), _count(rng, scene, "count colour", subject.colour)]
+    if len(scene.things) > 1:
+        found += [*_counts(scene, rng)]
     neighbours = [question for thing in _named_by_shape(scene) for question in _neighbours(scene, thing, rng)]
     return found + [question for question in neighbours if subject.shape in question.wanted]
 
@@ -104,7 +105,9 @@ def _about_thing(scene: Scene, thing: Thing, rng: random.Random) -> Iterator[Que
     yield _ask(rng, "colour", _say("colour", shape=shape, colour=colour), colour, shape=shape)
     yield _ask(rng, "where", _say("where", shape=shape, place=thing.place), thing.place, shape=shape)
     if rng.random() < 0.5:
-        yield _ask(rng, "yes or no", _say("is_colour", shape=shape, colour=colour), "yes", "is_colour", shape=shape, colour=colour)
+        yield _ask(
+            rng, "yes or no", _say("is_colour", shape=shape, colour=colour), "yes", "is_colour", shape=shape, colour=colour
+        )
     else:
         other = rng.choice([name for name in COLOURS if name != colour])
         answer = _say("is_not_colour", shape=shape, colour=colour)

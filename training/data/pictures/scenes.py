@@ -97,6 +97,13 @@ def is_held_out(kind: str, colour: str) -> bool:
     return _share(f"{kind} {colour}") < 1 / 6
 
 
+def scene_content(scene: Scene) -> tuple[object, ...]:
+    """Return what a scene shows and where, without the exact places and sizes. Equal scenes look alike."""
+    things = tuple((thing.shape, thing.colour, thing.row, thing.column) for thing in scene.things)
+    writing = scene.writing and (scene.writing.text, scene.writing.colour)
+    return things, writing, scene.background.name
+
+
 def held_out_in(scene: Scene) -> Iterator[str]:
     """Yield the held-out combinations of a scene."""
     for thing in scene.things:
