@@ -42,6 +42,7 @@ from training.run import main as train_drafters
 
 CHECK_SEEDS = 1_000_000  # pictures to check with, which have held-out combinations and are not those of the gate
 TEXT_ROWS, TEXT_ROW_LEN = 16, 1024
+ROWS_PER_PICTURE = 0.625  # of 512 tokens, which hold about five chats
 FROZEN, TUNED = "frozen", "tuned"
 
 
@@ -166,7 +167,7 @@ def read_plan(given: argparse.Namespace) -> Plan:
     mini = given.mini
     tokenizer_file = given.start_from / "target" / "tokenizer.json"
     workers = given.workers if given.workers is not None else max(1, (os.cpu_count() or 2) - 2)
-    drawing = Drawing(tokenizer_file, given.pictures, max(1, round(given.pictures * 0.625)), num_workers=workers)
+    drawing = Drawing(tokenizer_file, given.pictures, max(1, round(given.pictures * ROWS_PER_PICTURE))).with_workers(workers)
     return Plan(
         start_from=given.start_from,
         work=given.work,
@@ -212,6 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     plan = read_plan(given)
     log = Log(plan.work / "log.jsonl")
+    log.write(event="begun", decoder=given.decoder, seconds=plan.seconds, workers=plan.drawing.num_workers)
     if plan.is_tuned and not (plan.pack / "pack.json").exists():
         write_made(plan.pack, plan.start_from / "target", scale=given.text_scale, jobs=os.cpu_count() or 2)
     torch._dynamo.config.automatic_dynamic_shapes = False

@@ -6,9 +6,10 @@ A batch is drawn from the seed and its number alone, so a stopped run continues 
 from __future__ import annotations
 
 import itertools
+import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from training.data.pictures.chats import draw_batch
+from training.data.pictures.chats import BUDGET, SOFT_SIDE, draw_batch
 from training.learning.batches import Batch, Feed
 from training.learning.loop import SourceOf
+
+AHEAD = 2  # batches that a worker draws before they are needed
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,13 @@ class Drawing:
     row_len: int = 512
     seed: int = 0
     num_workers: int = 0  # 0 draws in this process
+
+    def with_workers(self, wanted: int) -> Drawing:
+        """Return this with as many workers as wanted, or as many as the shared memory has room for. They pass batches in it."""
+        if SHARED_MEMORY.exists():
+            batch = self.num_pictures * BUDGET * 3 * SOFT_SIDE**2
+            wanted = min(wanted, shutil.disk_usage(SHARED_MEMORY).free // (batch * (AHEAD + 2)))
+        return replace(self, num_workers=wanted)
 
 
 class _Numbered(Dataset[tuple[Tensor, ...]]):
@@ -77,7 +88,7 @@ class PictureFeed:
 
     def batches(self) -> Iterator[SeeBatch]:
         workers = self._drawing.num_workers
-        options: dict[str, Any] = {"multiprocessing_context": "spawn", "prefetch_factor": 2} if workers else {}
+        options: dict[str, Any] = {"multiprocessing_context": "spawn", "prefetch_factor": AHEAD} if workers else {}
         loader: DataLoader[Any] = DataLoader(
             _Numbered(self._drawing),
             batch_size=None,

@@ -29,8 +29,8 @@ from training.data.pictures.scenes import Scene, draw_scene
 BUDGET = 70  # soft tokens of a picture, the smallest budget
 IMAGE = "<|image|>"
 SOFT_SIDE = 48  # pixels on a side of a soft token
-# Aspect ratios (width by height) and how often they occur. Each is a range in which pictures have the same number of soft tokens
-# on each side.
+# Ranges of the aspect ratio (width by height) in which pictures have the same number of soft tokens on each side, and how often
+# they occur.
 _RATIOS = ((1.0, 1.08, 4), (1.16, 1.42, 2), (1.43, 1.7, 2), (1.74, 1.9, 1.5), (1.11, 1.15, 0.5), (1.96, 2.3, 0.5))
 _DOCUMENTS = 3  # chats about each picture
 _SIDES = (130, 620)  # pixels of the longer side, before it is resized for the model
