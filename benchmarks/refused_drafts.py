@@ -118,7 +118,7 @@ def draft_choice(model: str, drafter: str) -> dict[str, str]:
     """Return the `speculative_config` that `method=model` names."""
     method, name = drafter.split("=", 1)
     beside = Path(model).parent / name
-    return {"method": method, "model": str(beside) if beside.is_dir() else name}
+    return {"method": method, "model": str(beside) if name and beside.is_dir() else name}
 
 
 def main() -> None:

@@ -116,9 +116,16 @@ class ScheduleConfig:
         "Launch each step before the previous one's tokens are known, so that the GPU never waits (on a CPU only if set).",
         flag="--async-scheduling/--no-async-scheduling",
     )
+    max_step_ms: int = option(
+        100,
+        "Time that a step with a prompt's chunk should take at most while answers are running; 0 for no limit, as in LLM. "
+        "Chunks are cut to measured times, and they are as long as --max-num-batched-tokens while no answer is running.",
+    )
 
     def __post_init__(self) -> None:
         _positive(self, "max_num_seqs", "max_num_batched_tokens", "max_queue_len")
+        if self.max_step_ms < 0:
+            raise ConfigError(f"max-step-ms: got {self.max_step_ms}, expected a number of milliseconds, or 0 for no limit")
         if self.max_num_batched_tokens > MAX_BATCHED_TOKENS:
             raise ConfigError(
                 f"max-num-batched-tokens: got {self.max_num_batched_tokens}, expected at most {MAX_BATCHED_TOKENS}",
@@ -133,8 +140,8 @@ MAX_DRAFTS = 15  # with the bonus token, the longest row that decode attention s
 class DraftChoice:
     """The parsed `speculative_config`: the drafter and how to use it."""
 
-    method: str  # mtp or dflash
-    model: str  # a folder, a name on the Hub, or `random:` for random weights that fit the target
+    method: str  # mtp, dflash or suffix (which vLLM calls ngram)
+    model: str = ""  # a folder, a name on the Hub, or `random:` for random weights that fit the target. suffix has none.
     revision: str | None = None  # branch, tag or commit of a model on the Hub
     num_speculative_tokens: int | None = None  # maximum drafts per round, or None for the method's default
     attention_backend: str = "auto"  # for the drafter's layers (the target has its own setting)
@@ -143,9 +150,12 @@ class DraftChoice:
     quantization: str = "auto"  # precision of the drafter's matrices, `auto` (the checkpoint's) or `fp8` (quantised at load)
     adaptive: bool = True  # propose fewer drafts, down to none, when they are not accepted
     probe: bool = True  # at start, check that drafts are accepted
+    suffix: bool = False  # for mtp and dflash: copy from the request's own text instead where it repeats itself
+    prompt_lookup_min: int = 3  # for suffix drafting: fewest tokens that must repeat
+    prompt_lookup_max: int = 8  # for suffix drafting: most tokens that are compared, to find the longest repetition
 
     def __post_init__(self) -> None:
-        for name in ("method", "model"):
+        for name in ("method",) if self.method == "suffix" else ("method", "model"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ConfigError(f"speculative-config: {name}: got {getattr(self, name)!r}, expected a name")
         count = self.num_speculative_tokens
@@ -158,8 +168,16 @@ class DraftChoice:
             raise ConfigError(f"speculative-config: head_dtype: got {self.head_dtype!r}, expected auto or fp8")
         if self.quantization not in ("auto", "fp8"):
             raise ConfigError(f"speculative-config: quantization: got {self.quantization!r}, expected auto or fp8")
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= MAX_DRAFTS:
+            problem = f"got {self.prompt_lookup_min} and {self.prompt_lookup_max}, expected min <= max, from 1 to {MAX_DRAFTS}"
+            raise ConfigError(f"speculative-config: prompt_lookup_min and prompt_lookup_max: {problem}")
         if self.head_dtype == "fp8" and self.method == "dflash":
             raise ConfigError("speculative-config: head_dtype: got fp8, but a DFlash drafter uses the target's head")
+
+    @property
+    def match_lens(self) -> tuple[int, int]:
+        """The fewest and the most tokens that suffix drafting compares."""
+        return self.prompt_lookup_min, self.prompt_lookup_max
 
 
 _DRAFT_HINT = """example: {"method": "mtp", "model": "google/gemma-4-E4B-it-assistant", "num_speculative_tokens": 3}"""
@@ -185,7 +203,9 @@ def read_draft_choice(text: str) -> DraftChoice:
         if name not in known:
             raise ConfigError(f"speculative-config: unknown key {name!r}", hint=f"known keys: {', '.join(known)}")
         _check_type(f"speculative-config: {name}", value, str(known[name].type))
-    for name in ("method", "model"):
+    if values.get("method") == "ngram":
+        values["method"] = "suffix"
+    for name in ("method",) if values.get("method") == "suffix" else ("method", "model"):
         if name not in values:
             raise ConfigError(f"speculative-config: {name} is missing", hint=_DRAFT_HINT)
     return DraftChoice(**values)
@@ -196,7 +216,7 @@ class DraftConfig:
     """Speculative decoding: a small model drafts tokens, and the model verifies several of them in one step."""
 
     speculative_config: str | None = option(
-        None, "Drafter, as a JSON object with method (mtp or dflash), model, num_speculative_tokens and attention_backend."
+        None, "Drafter, as a JSON object with method (mtp, dflash or suffix), model, num_speculative_tokens and more."
     )
 
     def __post_init__(self) -> None:

@@ -339,11 +339,12 @@ class Row(NamedTuple):
     tables: tuple[PageTable, ...]  # one per KV group, in the layout's order, covering the new tokens that are stored
     store_from: tuple[int, ...]  # by KV group. New tokens before this position store no KV, because no later step sees them.
     num_drafts: int = 0  # the last `num_drafts` new tokens are proposals to verify (num_logits = num_drafts + 1)
-    num_wanted: int = 0  # number of proposals to make for the next step of its draw slots
+    num_wanted: int = 0  # most proposals to make for the next step of its draw slots
     draw_slots: tuple[int, ...] = ()  # slots that draw from the last logits: usually (slot,), or n slots if samples fork
     is_prompt_logprobs: bool = False  # the logits belong to prompt tokens, so report log-probabilities of the next tokens
     num_open: int = 0  # drafts of the previous row whose acceptance is not known yet
     is_bound: bool = False  # its draws may need masks, and the results before it are known
+    min_accepted: int = 0  # make no proposals if fewer of its drafts are accepted
 
     def close(self, num_accepted: int) -> Row:
         """Return the row after `num_accepted` of its open drafts were accepted."""
@@ -403,6 +404,10 @@ class StepResult:
     drawn: tuple[Drawn, ...]
     prompt_logprobs: Mapping[int, tuple[Logprobs, ...]] = field(default_factory=dict)  # by slot, for this chunk's tokens
     encoded: tuple[bytes, ...] = ()  # keys of features that have become ready
+
+    @property
+    def num_proposed(self) -> int:
+        return sum([draw.num_proposed for draw in self.drawn])
 
 
 class TokenDelta(Struct, array_like=True, frozen=True, gc=False):

@@ -9,8 +9,8 @@ from culet.bench.workloads import Workload, longest
 from culet.config import Config, build_config, config_fields
 from culet.models.checkpoint import open_checkpoint
 
-# The peer's settings. The user's settings take precedence.
-PEER_SETTINGS: Mapping[str, Any] = {"enable_prefix_caching": False}
+# The peer's settings, among them chunks of a fixed length. The user's settings take precedence.
+PEER_SETTINGS: Mapping[str, Any] = {"enable_prefix_caching": False, "max_step_ms": 0}
 PEER_MAX_MODEL_LEN = 34000
 
 

@@ -4,96 +4,40 @@ A layer with a window cannot be rebuilt from its last window alone, since every 
 resumes only where everything that the next query needs was kept. A **resume point** at p tokens holds all pages of [0, p) in
 groups without a window. In groups with a window, it holds the pages of the window before p.
 
-If one more token before the window is available (always at the end of a prompt), it is kept too, so that the point can also
-resume at p - 1. A resumed request must compute at least one token to have logits. So the same prompt resumes at its last
-token, and a longer one at p.
+A point can also be resumed before its end, as far back as its pages reach. A point shorter than every window can be resumed at
+any length. A longer one has up to `POINT_SLACK` more tokens before its window, if they were stored. So prompts that happen to
+share a few tokens more than others leave a point that serves the others too. A resumed request must compute at least one token
+to have logits, so the same prompt resumes at its last token.
 
 Points are kept at the end of a prompt and of an answer, where prompts were seen to diverge, and at the lengths that a request
 names. A request names lengths because a chat's next prompt begins like this one only up to the model's turn.
 
-Points are found by content. Each full page of tokens has a key that is chained from the key before it. The tokens after the
-last full page are the point's tail. A look-up follows the keys of the prompt as far as they are known, then tries tails from
-the deepest page back. Keys cover the token ids, the content keys of media in the page, and the request's salt, which keeps
-tenants apart. Keys are cryptographic digests, because a collision would answer one user's prompt with another's cache.
+Points are found by content: the token ids, the content keys of media, and the request's salt, which keeps tenants apart. The
+content is compared itself, not a hash of it, because a collision would answer one user's prompt with another's cache.
 
-Points are evicted by last use, first those that free a page at once. Nothing is scanned for that. The arena reports pages that
-only one point holds, and these points are kept in a heap. An entry of the heap may be out of date. It is checked when it
-reaches the top, so that each use and each change of a page costs one entry.
+There are at most as many points as pages, or `MIN_BOUND` if that is more. Points are evicted by last use, first those that free
+a page at once. Nothing is scanned for that. The arena reports pages that only one point holds, and these points are kept in a
+heap. An entry of the heap may be out of date. It is checked when it reaches the top, so that each use and each change of a page
+costs one entry.
 """
 
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from dataclasses import dataclass
 
 from culet.cache.arena import Arena
+from culet.cache.content import PrefixContent
+from culet.cache.point_tree import PointTree, ResumePoint
 from culet.cache.spec import CacheLayout
-from culet.types import MediaSpan, PageTable
+from culet.types import PageTable
 
-DIGEST_BYTES = 16
+POINT_SLACK = 32  # tokens before its end at which a point can still be resumed, if they are stored
+MIN_SHARED = 16  # tokens below which a point is resumed only at its end, because copying pages costs as much as computing them
+MIN_BOUND = 256  # points that may exist in any case
 _MIN_COMPACTED = 64  # entries of removed points that the heap of candidates may have in any case
-Tail = tuple[int | tuple[int, int, bytes], ...]  # token ids, then the media among them
-
-
-class PageKeys:
-    """The chained content keys of one sequence. `upto(tokens, n)[i]` is the key of its first i full pages."""
-
-    def __init__(self, page_tokens: int, salt: str = "", media: Sequence[MediaSpan] = ()) -> None:
-        self.page_tokens = page_tokens
-        self._media = tuple(media)
-        self._keys = [_digest(salt.encode("utf-8", "surrogatepass"))]
-
-    def upto(self, tokens: Sequence[int], num_tokens: int) -> list[bytes]:
-        """Return the keys of the pages that `num_tokens` tokens fill. Each is computed once, since tokens never change."""
-        num_pages = num_tokens // self.page_tokens
-        for page in range(len(self._keys) - 1, num_pages):
-            begin, end = page * self.page_tokens, (page + 1) * self.page_tokens
-            content = array("I", tokens[begin:end]).tobytes()
-            for start, length, key in self._media_in(begin, end):
-                content += array("q", (start, length, len(key))).tobytes() + key
-            self._keys.append(_digest(self._keys[-1] + content))
-        return self._keys[: num_pages + 1]
-
-    def tail(self, tokens: Sequence[int], begin: int, end: int) -> Tail:
-        """Return the content from `begin` to `end`, which tells apart sequences with the same full pages before `begin`."""
-        return (*tokens[begin:end], *self._media_in(begin, end))
-
-    def may_resume(self, length: int) -> bool:
-        """Return whether a sequence may resume at `length` tokens. It may not inside media that are computed as a whole."""
-        return not (self._media and any(span.is_whole and span.start < length < span.end for span in self._media))
-
-    def _media_in(self, begin: int, end: int) -> list[tuple[int, int, bytes]]:
-        """Return (start relative to `begin`, length, key) of the media that overlap tokens `begin .. end - 1`."""
-        if not self._media:
-            return []
-        return [(span.start - begin, span.length, span.key) for span in self._media if span.start < end and span.end > begin]
-
-
-def _digest(content: bytes) -> bytes:
-    return blake2b(content, digest_size=DIGEST_BYTES).digest()
-
-
-@dataclass(eq=False, slots=True)
-class ResumePoint:
-    """Pages to resume a sequence from, at any length from `earliest` to `length` tokens (they differ by at most one)."""
-
-    length: int
-    earliest: int
-    tables: tuple[PageTable, ...]  # one per KV group
-    key: bytes  # key of the full pages
-    tail: Tail  # the content after them
-    tail_len: int  # number of tokens in the tail
-    point_id: int
-    last_use: int  # a count of uses, larger for later ones
-    is_candidate: bool = False  # whether it is in the heap of points that may free a page
-
-    @property
-    def pages(self) -> list[int]:
-        return [page for table in self.tables for page in table.pages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +46,7 @@ class Match:
 
     point: ResumePoint | None  # the best point to resume from
     resume: int  # tokens that need not be computed
-    known: int  # tokens of full pages that some resume point begins with. Beyond `resume`, they mark a junction.
-
-
-@dataclass(slots=True)
-class _Node:
-    """A known run of full pages, and the resume points that end within the page after it."""
-
-    parent: bytes | None
-    num_children: int = 0
-    tails: dict[Tail, ResumePoint] = field(default_factory=dict)
-    num_of_len: dict[int, int] = field(default_factory=dict)  # tail length -> number of points
+    known: int  # tokens that some resume point begins with. Beyond `resume`, they mark a junction.
 
 
 class PrefixCache:
@@ -121,11 +55,8 @@ class PrefixCache:
     def __init__(self, arena: Arena, layout: CacheLayout) -> None:
         self._arena = arena
         self._groups = layout.groups
-        # Keys use the page size of a group without a window, which holds the whole history. A drafter's group does not count,
-        # so that prompts diverge where they would without a drafter.
-        whole = [group.page_tokens for group in layout.groups if group.window is None and not group.spec.owner]
-        self.page_tokens = max(whole or [group.page_tokens for group in layout.groups])
-        self._nodes: dict[bytes, _Node] = {}
+        self._tree = PointTree()
+        self._max_points = max(MIN_BOUND, arena.num_pages)
         self._by_use: OrderedDict[ResumePoint, None] = OrderedDict()
         self._num_uses = 0
         self._points: dict[int, ResumePoint] = {}  # by point_id
@@ -141,25 +72,20 @@ class PrefixCache:
         """Return all points, the least recently used first."""
         return list(self._by_use)
 
-    def find(self, tokens: Sequence[int], keys: PageKeys, limit: int) -> Match:
+    def find(self, tokens: Sequence[int], content: PrefixContent, limit: int) -> Match:
         """Find the point that resumes `tokens` furthest, at `limit` tokens at most."""
-        path = []
-        for key in keys.upto(tokens, len(tokens)):
-            if key not in self._nodes:
-                break
-            path.append(self._nodes[key])
-        known = max(0, len(path) - 1) * self.page_tokens
-        for depth in range(len(path) - 1, -1, -1):
-            node, begin = path[depth], depth * self.page_tokens
-            for tail_len in sorted(node.num_of_len, reverse=True):
-                if begin + tail_len > len(tokens):
-                    continue
-                point = node.tails.get(keys.tail(tokens, begin, begin + tail_len))
-                if point is None or max(1, point.earliest) > limit:
-                    continue
-                resume = min(point.length, limit)
-                if keys.may_resume(resume):
-                    return Match(point, resume, known)
+        path = self._tree.path(content, content.upto(tokens, len(tokens)), len(tokens))
+        known = path[-1][1] if path else 0
+        for node, num_shared in reversed(path):
+            resume = content.resumable(min(num_shared, limit))
+            point = node.point
+            if point is None or point.earliest > resume:
+                point = self._points[node.earliest[0][1]]
+            is_end = point.length == num_shared <= resume + 1  # otherwise the prompt parts from the point before its end
+            if resume < max(1, point.earliest) or not (is_end or resume >= MIN_SHARED):
+                continue
+            if content.media_before(resume) == tuple([media for media in point.media if media[0] < resume]):
+                return Match(point, resume, known)
         return Match(None, 0, known)
 
     def touch(self, point: ResumePoint) -> None:
@@ -171,31 +97,41 @@ class PrefixCache:
         self._num_uses += 1
         return self._num_uses
 
-    def touch_at(self, tokens: Sequence[int], length: int, keys: PageKeys) -> None:
+    def touch_at(self, tokens: Sequence[int], length: int, content: PrefixContent) -> None:
         """Touch the point at `length` tokens, if it exists."""
-        node = self._nodes.get(keys.upto(tokens, length)[-1])
-        point = node.tails.get(keys.tail(tokens, length - length % self.page_tokens, length)) if node else None
+        point = self._tree.at(content, content.upto(tokens, length), length)
         if point is not None:
             self.touch(point)
 
-    def insert(self, tokens: Sequence[int], length: int, keys: PageKeys, tables: Sequence[PageTable]) -> None:
-        """Keep a point that resumes `tokens` at `length`. `tables` belong to the sequence that computed them."""
-        key, tail_len = keys.upto(tokens, length)[-1], length % self.page_tokens
-        tail = keys.tail(tokens, length - tail_len, length)
-        earliest, kept = self._cut(length, tables)
-        known = self._nodes[key].tails.get(tail) if key in self._nodes else None
+    def insert(
+        self,
+        tokens: Sequence[int],
+        length: int,
+        content: PrefixContent,
+        tables: Sequence[PageTable],
+        stored_from: Sequence[int],
+    ) -> None:
+        """Keep a point that resumes `tokens` at `length`.
+
+        `tables` belong to the sequence that computed them. In each group, it has stored all tokens from `stored_from` on.
+        """
+        units, media = content.upto(tokens, length), content.media_before(length)
+        earliest, kept = self._cut(length, tables, stored_from)
+        known = self._tree.at(content, units, length)
         if known is not None:
-            if known.earliest <= earliest:
+            if known.earliest <= earliest and known.media == media:
                 self.touch(known)
                 return
             self._remove(known)
         use = self._next_use()
-        point = ResumePoint(length, earliest, kept, key, tail, tail_len, point_id=use, last_use=use)
+        point = ResumePoint(length, earliest, kept, tuple(stored_from), content.salt, media, point_id=use, last_use=use)
         self._arena.keep(point.pages)
-        self._link(point, keys.upto(tokens, length))
+        self._tree.add(point, units)
         self._by_use[point] = None
         self._points[point.point_id] = point
         self._mark_holder(point)
+        if len(self._points) > self._max_points:
+            self._remove(next(iter(self._by_use)))
 
     def make_room(self, num_pages: int) -> None:
         """Evict points until `num_pages` are free or none can be freed. Points that free a page immediately go first."""
@@ -235,20 +171,32 @@ class PrefixCache:
         for point in list(self._by_use):
             self._remove(point)
 
-    def _cut(self, length: int, tables: Sequence[PageTable]) -> tuple[int, tuple[PageTable, ...]]:
-        """Return the earliest length that `tables` can resume at, and the part of them that a point at `length` needs."""
-        earliest = length - 1
-        for group, table in zip(self._groups, tables, strict=True):
-            if table.first > group.first_visible(length - 1) // group.page_tokens:
-                earliest = length
+    def _cut(self, length: int, tables: Sequence[PageTable], stored_from: Sequence[int]) -> tuple[int, tuple[PageTable, ...]]:
+        """Return the earliest length that a point at `length` can be resumed at, and the part of `tables` that it needs."""
+        first_stored = [
+            max(first, table.first * group.page_tokens)
+            for group, table, first in zip(self._groups, tables, stored_from, strict=True)
+        ]
+        wanted = max(self._earliest(first_stored), length - POINT_SLACK)
+        assert wanted <= length, "a resume point lacks pages"
         kept = []
         for group, table in zip(self._groups, tables, strict=True):
-            first = group.first_visible(earliest) // group.page_tokens
+            first = group.first_visible(wanted) // group.page_tokens
             pages = table.pages[first - table.first : group.pages_for(length) - table.first]
             assert len(pages) == max(0, group.pages_for(length) - first), "a resume point lacks pages"
             assert min(pages, default=0) >= 0, "a resume point reaches into tokens that were not stored"
             kept.append(PageTable(first, pages))
-        return earliest, tuple(kept)
+        first_kept = [table.first * group.page_tokens for group, table in zip(self._groups, kept, strict=True)]
+        return self._earliest([max(pair) for pair in zip(first_stored, first_kept, strict=True)]), tuple(kept)
+
+    def _earliest(self, first_stored: Sequence[int]) -> int:
+        """Return the shortest length whose next query finds all its keys, if each group has those from `first_stored` on."""
+        earliest = 0
+        for group, first in zip(self._groups, first_stored, strict=True):
+            if first:
+                assert group.reach is not None, "a resume point lacks pages"
+                earliest = max(earliest, first + group.reach - 1)
+        return earliest
 
     def _frees_any(self, point: ResumePoint) -> bool:
         """Return whether dropping `point` frees a page."""
@@ -259,32 +207,11 @@ class PrefixCache:
                 return True
         return False
 
-    def _link(self, point: ResumePoint, keys: list[bytes]) -> None:
-        parent = None
-        for key in keys:
-            if key not in self._nodes:
-                self._nodes[key] = _Node(parent)
-                if parent is not None:
-                    self._nodes[parent].num_children += 1
-            parent = key
-        node = self._nodes[point.key]
-        node.tails[point.tail] = point
-        node.num_of_len[point.tail_len] = node.num_of_len.get(point.tail_len, 0) + 1
-
     def _remove(self, point: ResumePoint) -> None:
         del self._by_use[point], self._points[point.point_id]
         self._mark_holder(point)
+        self._tree.remove(point)
         self._arena.drop(point.pages)
         if len(self._candidates) > 2 * len(self._points) + _MIN_COMPACTED:
             self._candidates = [entry for entry in self._candidates if entry[1] in self._points]
             heapq.heapify(self._candidates)
-        node = self._nodes[point.key]
-        del node.tails[point.tail]
-        node.num_of_len[point.tail_len] -= 1
-        if not node.num_of_len[point.tail_len]:
-            del node.num_of_len[point.tail_len]
-        key: bytes | None = point.key
-        while key is not None and not self._nodes[key].tails and not self._nodes[key].num_children:
-            key = self._nodes.pop(key).parent
-            if key is not None:
-                self._nodes[key].num_children -= 1

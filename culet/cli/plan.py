@@ -171,6 +171,7 @@ def _print_attention(console: Console, facts: Facts) -> None:
     if facts.drafter is not None:
         drafter = facts.drafter
         pages = "reads the target's pages" if drafter.reads_target_pages else "has its own pages"
+        pages = pages if drafter.readers(facts.layout) else "reads the request's own text"
         size = f"{draft_bytes(facts) / GB:.3f} GB of weights"
         _line(console, f"  {drafter.method}, {drafter.model}: up to {drafter.max_drafts} drafts per round, {pages}, {size}")
     _line(console, "")

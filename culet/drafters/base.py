@@ -1,6 +1,6 @@
 """The interface of drafters. A drafter proposes tokens. The target draws its own tokens and keeps the proposals that agree.
 
-Each drafter is a package with four files:
+Each drafter with weights is a package with four files:
 
     spec.py      its `config.json` as plain facts (MTPSpec, DFlashSpec). No torch.
     plan.py      a DrafterPlan, which `culet plan` and the engine need before the weights are loaded. No torch.
@@ -48,7 +48,10 @@ if TYPE_CHECKING:  # `culet plan` imports this module without torch
 DRAFTERS: dict[str, str] = {
     "mtp": "culet.drafters.mtp.plan:MTPPlan",
     "dflash": "culet.drafters.dflash.plan:DFlashPlan",
+    "suffix": "culet.drafters.suffix.plan:SuffixPlan",
 }
+BESIDE = "culet.drafters.suffix.plan:BesidePlan"  # another drafter's plan, with suffix drafting beside it
+ABSTAINED = -1  # stands for a proposal that a drafter does not make
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class DraftBatch:
     slot_R: Tensor  # int64, the runner's slot of each sequence
     hidden_RD: Tensor  # the target's hidden state after its final norm, at the token that the newest was drawn from
     groups: tuple[GroupBatch, ...]  # in the layout's order, with pages_BP and first_B of these sequences and no kv_address_T
+    tokens_SL: Tensor  # int32, the tokens of all slots
 
     @property
     def num_rows(self) -> int:
@@ -87,7 +91,11 @@ class Drafter(Protocol):
         """
 
     def propose(self, batch: DraftBatch, pool: Pool, num_drafts: int) -> Tensor:
-        """Return proposals for the tokens after each sequence's newest one, int64 [R, num_drafts]."""
+        """Return proposals for the tokens after each sequence's newest one, int64 [R, num_drafts].
+
+        It may abstain from the last ones of a row, which are then ABSTAINED. Where the host plans ahead, they are verified as
+        token 0.
+        """
 
 
 class DrafterPlan(Protocol):
@@ -127,7 +135,8 @@ class DrafterPlan(Protocol):
 
 def open_drafter(choice: DraftChoice, target: ModelSpec) -> DrafterPlan:
     """Return the drafter that `choice` names, checked against `target`. No weights are read."""
-    plan: DrafterPlan = load(lookup("speculative method", choice.method, DRAFTERS)).open(choice, target)
+    path = lookup("speculative method", choice.method, DRAFTERS)
+    plan: DrafterPlan = load(BESIDE if choice.suffix and choice.method != "suffix" else path).open(choice, target)
     return plan
 
 

@@ -20,7 +20,7 @@ from culet.drafters.base import Drafter
 from culet.engine import memory
 from culet.engine.drafting import PROBE_PROMPT, ReadBytes, draft_policy, run_probe
 from culet.engine.rehearsal import Rehearsal, has_finite_logits
-from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules, resolve_sampling
+from culet.engine.requests import ChatMarks, RequestRules, resolve_sampling
 from culet.engine.resolve import Setup, resolve
 from culet.engine.start_times import StartTimes
 from culet.errors import ConfigError
@@ -375,8 +375,7 @@ def _make_rules(setup: Setup, tokenizer: Tokenizer, max_model_len: int) -> Reque
         max_position=setup.spec.max_position,
         max_model_len=max_model_len,
         max_num_seqs=setup.config.schedule.max_num_seqs,
-        turn_id=tokenizer.token_id(TURN_TOKEN),
-        result_id=tokenizer.token_id(RESULT_TOKEN),
+        marks=ChatMarks.of(tokenizer),
         has_text=tokenizer.has_text,
     )
 
@@ -387,7 +386,7 @@ def _make_rules(setup: Setup, tokenizer: Tokenizer, max_model_len: int) -> Reque
 def finish_start(parts: EngineParts, add: Callable[[Request], None], step: Callable[[], object]) -> None:
     """Probe the drafter through the engine's loop (`add`, `step`), then log how long each part of the startup took."""
     choice = parts.setup.config.draft.choice
-    if choice is not None and choice.probe:
+    if choice is not None and choice.probe and choice.method != "suffix":  # the probe's text hardly repeats itself
         with parts.times.part("draft probe"):
             _probe_drafts(parts, add, step)
     count = parts.compile_count

@@ -19,12 +19,13 @@ from culet.models.gemma4 import Gemma4
 from culet.models.sizes import text_weights
 from culet.models.spec import ModelSpec
 from culet.runner.draft_round import draft_lengths
-from culet.scheduler.draft_length import Acceptance, DraftPolicy
+from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.scheduler import Scheduler
+from culet.scheduler.sequence import Acceptance
 from culet.scheduler.stats import Counters
 from culet.scheduler.step_cost import StepCost
 
-_GPU_TOKEN_S = 4e-7  # per token and layer
+_GPU_TOKEN_S, _CPU_TOKEN_S = 4e-7, 4e-5  # per token and layer
 # Unless rounds are planned ahead, the host waits for the accepted counts before it launches the next step. Measured on an H200.
 _GPU_WAIT_S, _GPU_WAIT_PER_SEQ_S = 2.5e-4, 3e-5
 
@@ -94,6 +95,8 @@ def draft_policy(
     is_gpu = device.type == "cuda"
     rates = (hardware.arch_of(hardware.capability_of(device)) if is_gpu else hardware.CPU).rates
     waits = is_gpu and not plans_open
+    # On a CPU, the cost of drafters with weights is fitted to a probe.
+    token_s = _GPU_TOKEN_S if is_gpu else _CPU_TOKEN_S if choice.method == "suffix" else 0.0
     cost = StepCost(
         dense_bytes=read.dense,
         expert_bytes=0 if moe is None else read.experts / moe.num_experts,
@@ -107,11 +110,11 @@ def draft_policy(
         wait_s=_GPU_WAIT_S if waits else 0.0,
         step_s=len(target.layers) * rates.layer_s,
         draft_s=sum(map(len, drafter.readers(layout).values())) * rates.layer_s,
-        token_s=len(target.layers) * _GPU_TOKEN_S if is_gpu else 0.0,
+        token_s=len(target.layers) * token_s,
         is_padded=plans_open,
         wait_per_seq_s=_GPU_WAIT_PER_SEQ_S if waits else 0.0,
     )
-    return DraftPolicy(cost, draft_lengths(drafter.max_drafts))
+    return DraftPolicy(cost, draft_lengths(drafter.max_drafts), is_ahead=plans_open)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ class LLM:
     """
 
     def __init__(self, model: str = BUILT_IN, *, trust_remote_code: bool = False, **settings: Any) -> None:
-        self._start(offline_config(model, settings, trust_remote_code=trust_remote_code))
+        # Nobody reads along, so chunks of prompts may be as long as the budget.
+        self._start(offline_config(model, {"max_step_ms": 0, **settings}, trust_remote_code=trust_remote_code))
 
     @classmethod
     def from_config(cls, config: Config) -> Self:

@@ -8,10 +8,41 @@ from dataclasses import dataclass
 
 from culet.errors import BadRequest, ContextTooLong
 from culet.media.items import MediaItem
-from culet.text.tokenizer import check_token_ids, no_tokenizer
+from culet.text.tokenizer import Tokenizer, check_token_ids, no_tokenizer
 from culet.types import MediaSpan, ModelDefaults, OutputRules, Request, Sampling, SamplingParams
 
 TURN_TOKEN, RESULT_TOKEN = "<|turn>", "<tool_response|>"
+
+
+@dataclass(frozen=True)
+class ChatMarks:
+    """Tokens of a rendered chat that say where its turns begin."""
+
+    turn_id: int | None = None  # the token that opens a turn; None if the vocabulary has none
+    result_id: int | None = None  # the token that closes a tool result
+    system_ids: tuple[int, ...] = ()  # what follows the turn token in the system's turn
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> ChatMarks:
+        turn_id = tokenizer.token_id(TURN_TOKEN)
+        system_ids = () if turn_id is None else tuple(tokenizer.encode("system\n"))
+        return cls(turn_id, tokenizer.token_id(RESULT_TOKEN), system_ids)
+
+    def resume_lengths(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the lengths at which another prompt may diverge from this one.
+
+        Other chats diverge at the end of the system's turn, which holds the tools too. The same chat's next prompt diverges
+        before the model's turn, or after tool results within it. What follows is the beginning of a thought, or the model's
+        thoughts, and templates drop both from past turns.
+        """
+        turn, result = _last(prompt, self.turn_id), _last(prompt, self.result_id)
+        if turn is None or self.turn_id is None:
+            return ()
+        lengths = {turn} if result is None or result < turn else {turn, result + 1}
+        first = prompt.index(self.turn_id)
+        if first < turn and prompt[first + 1 : first + 1 + len(self.system_ids)] == self.system_ids:
+            lengths.add(prompt.index(self.turn_id, first + 1))
+        return tuple(sorted(length for length in lengths if 0 < length < len(prompt)))
 
 
 @dataclass(frozen=True)
@@ -23,8 +54,7 @@ class RequestRules:
     max_position: int  # the model's limit
     max_model_len: int  # this engine's limit
     max_num_seqs: int
-    turn_id: int | None = None  # the token that opens a chat turn; None if the vocabulary has none
-    result_id: int | None = None  # the token that closes a tool result
+    marks: ChatMarks = ChatMarks()
     has_text: bool = True  # whether a tokenizer was loaded
 
     def make_request(
@@ -71,22 +101,10 @@ class RequestRules:
             deadline=deadline,
             grammar=None if params.structured_outputs is None else params.structured_outputs.spec(),
             rules=rules,
-            resume_lengths=self._resume_lengths(prompt),
+            resume_lengths=self.marks.resume_lengths(prompt),
             media=tuple(media),
             items=tuple({item.key: item for item in items}.values()),  # equal ones travel once
         )
-
-    def _resume_lengths(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the lengths at which a chat's next prompt may diverge from this one.
-
-        These are before the model's turn, and after tool results within it. What follows is the beginning of a thought, or
-        the model's thoughts, and templates drop both from past turns.
-        """
-        turn, result = _last(prompt, self.turn_id), _last(prompt, self.result_id)
-        if turn is None:
-            return ()
-        lengths = (turn,) if result is None or result < turn else (turn, result + 1)
-        return tuple(length for length in lengths if 0 < length < len(prompt))
 
     def _max_tokens(self, prompt_len: int, requested: int | None) -> int:
         """Return the requested number of output tokens, or all that fit. Raise if the context has no room for them."""

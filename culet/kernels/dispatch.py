@@ -33,6 +33,7 @@ TRITON_MODULES = (
         "sampling.masks",
     ),
     *("drafting.token_layout", "drafting.accept_drafts", "drafting.draft_head", "drafting.draft_round", "drafting.context_kv"),
+    "drafting.copy_suffix",
     "linear.norm_linear",
 )
 # These are eager on purpose. cuBLAS is best at the first, only the eager twin of `prepare_qkv` needs the second, and the third

@@ -35,8 +35,11 @@ class DraftRounds:
 
     def run(
         self, groups: Sequence[DrawGroup], batch: ForwardBatch, last_LD: Tensor, accepted_R: Tensor | None, num_drafts: int
-    ) -> None:
-        """Write `num_drafts` proposals after the newest token of each group's slot. Do not wait for the device."""
+    ) -> Tensor:
+        """Write `num_drafts` proposals after the newest token of each group's slot and return them, [R, K].
+
+        Do not wait for the device.
+        """
         staged = PackedArrays()
         staged.add("facts", round_facts(groups))
         facts_4R = staged.send(self.tokens_SL.device)["facts"]
@@ -48,7 +51,7 @@ class DraftRounds:
             for group in batch.groups
         )
         hidden_RD = last_LD.index_select(0, facts_4R[SOURCE])
-        propose(self.drafter, self.pool, self.tokens_SL, facts_4R, hidden_RD, kv_groups, num_drafts)
+        return propose(self.drafter, self.pool, self.tokens_SL, facts_4R, hidden_RD, kv_groups, num_drafts)
 
 
 def propose(
@@ -63,7 +66,7 @@ def propose(
     """Write proposals to the slots and return them, [R, K]. This part of a round is captured, so it only launches kernels."""
     ops, slot_R, length_R = for_device(tokens_SL.device), facts_4R[SLOT], facts_4R[LENGTH]
     newest_R = ops.newest_tokens(tokens_SL, slot_R, length_R)
-    tokens_RK = drafter.propose(DraftBatch(newest_R, length_R, slot_R, hidden_RD, groups), pool, num_drafts)
+    tokens_RK = drafter.propose(DraftBatch(newest_R, length_R, slot_R, hidden_RD, groups, tokens_SL), pool, num_drafts)
     ops.keep_drafts(tokens_SL, slot_R, length_R, tokens_RK)
     return tokens_RK
 

@@ -19,6 +19,7 @@ class DrawGroup(NamedTuple):
     num_wanted: int  # number of proposals to make for the next step
     first: int  # index of the first draw within the step
     is_bound: bool = False  # the draws may need masks
+    min_accepted: int = 0  # make no proposals if fewer drafts are accepted
 
     @property
     def size(self) -> int:
@@ -37,7 +38,8 @@ def draw_groups(rows: Sequence[Row]) -> list[DrawGroup]:
         for slot in row.draw_slots:
             # Samples that fork get their own pages in the next step. In this step, a drafter could not keep them apart.
             num_wanted = row.num_wanted if slot == row.slot else 0
-            groups.append(DrawGroup(slot, index, source, position, num_drafts, num_wanted, first, row.is_bound))
+            least = row.min_accepted
+            groups.append(DrawGroup(slot, index, source, position, num_drafts, num_wanted, first, row.is_bound, least))
             first += num_drafts + 1
     return groups
 

@@ -27,11 +27,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from culet import env
 from culet.attention.base import AttentionBackend
 from culet.cache.pool import Pool
-from culet.drafters.base import Drafter
+from culet.drafters.base import ABSTAINED, Drafter
 from culet.kernels.host_transfer import HostCopy, on_device
 from culet.models.gemma4 import Gemma4
 from culet.runner.captures import Captures
@@ -259,6 +260,8 @@ class Runner:
     def _propose(self, route: _Route, output: FixedStep | ForwardOutput, drawn: FixedDrawn | StepDraws) -> Sequence[int]:
         """Run a draft round. Return the number of proposals for each group."""
         wanted = [group.num_wanted for group in route.groups]
+        if any(group.min_accepted for group in route.groups) and isinstance(drawn, StepDraws):
+            wanted = _worth_proposing(route.groups, drawn.accepted_G)
         if self.rounds is None or not any(wanted):
             return [0] * len(wanted)
         rounds, num_drafts = None if self.fixed is None else self.fixed.rounds, max(wanted)
@@ -275,7 +278,10 @@ class Runner:
             groups = [route.groups[index] for index in chosen]
             arguments = groups, output.batch, output.hidden.last_LD, accepted_G, num_drafts
             if rounds is None or not rounds.run(*arguments):
-                self.rounds.run(*arguments)
+                proposed_RK = self.rounds.run(*arguments)
+                if proposed_RK.device.type == "cpu":  # a GPU would have to wait to learn where the drafter abstained
+                    for index, count in zip(chosen, (proposed_RK != ABSTAINED).sum(1).tolist(), strict=True):
+                        wanted[index] = min(wanted[index], count)
         return wanted
 
     def _encode(self, plan: StepPlan) -> FeatureStore | None:
@@ -284,6 +290,13 @@ class Runner:
         if store is not None and (plan.drops or plan.encodes):
             store.change(plan.drops, plan.encodes)
         return store
+
+
+def _worth_proposing(groups: Sequence[DrawGroup], accepted_G: Tensor | None) -> list[int]:
+    """Return the proposals to make for each group, after it is known how many of its drafts were accepted."""
+    assert accepted_G is not None, "only rows with drafts need accepted ones"
+    pairs = zip(groups, accepted_G.tolist(), strict=True)
+    return [group.num_wanted if accepted >= group.min_accepted else 0 for group, accepted in pairs]
 
 
 class _Route(NamedTuple):

@@ -3,7 +3,7 @@
 sequence        one sample of a request, with its tokens, its pages and its progress
 group_pages     the pages of one sequence in one KV group
 page_allocator  takes pages for sequences, evicts resume points, and lists page copies for the next step
-budget          splits a step's tokens between decode, drafts and prefill
+budget          how many tokens a step may have, split between decode, drafts and prefill
 rows            one row of a plan, with its size, its pages and its effect on the sequence
 admission       which requests are rejected, and when a waiting sequence may start
 reuse           where a sequence resumes, and which resume points it creates

@@ -1,4 +1,4 @@
-"""Share a step's tokens. Decode comes first, then drafts and prefill, oldest sequence first."""
+"""Size a step and share its tokens. Decode comes first, then drafts and prefill, oldest sequence first."""
 
 from __future__ import annotations
 
@@ -8,6 +8,46 @@ from dataclasses import dataclass
 
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.tenants import FairQueue, StepPrompts, rank, share_tokens
+
+MIN_STEP = 256  # tokens that a step may have however slow it is, because smaller chunks waste the reading of weights
+FIRST_STEP = 1024  # tokens of the first chunks beside running answers, before any step was measured
+
+
+class StepBudget:
+    """How many tokens a step may have while answers are running, so that none of them waits long for a prompt's chunk.
+
+    The number follows the measured times. If a step of n tokens took t seconds, the next may have n * max_step_s / t. A step's
+    time grows with its tokens, so this settles where a step takes `max_step_s`, whatever the length of the prompts. One
+    measurement changes the number by a factor of two at most, because a single slow step may have other causes.
+    """
+
+    def __init__(self, max_tokens: int, max_step_s: float) -> None:
+        self.max_tokens = max_tokens
+        self._max_step_s = max_step_s
+        self._min_tokens = min(MIN_STEP, max_tokens)
+        self._num_tokens = float(min(FIRST_STEP, max_tokens))
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step. Those with few tokens say nothing about chunks."""
+        if not self._max_step_s or num_tokens < self._min_tokens or seconds <= 0:
+            return
+        within = num_tokens * self._max_step_s / seconds
+        within = min(max(within, self._num_tokens / 2), 2 * max(self._num_tokens, num_tokens))
+        self._num_tokens = min(max(within, self._min_tokens), self.max_tokens)
+
+    def of_step(self, running: Iterable[Sequence], waiting: Sequence | None) -> int:
+        """Return how many tokens the next step may have. `waiting` is the next sequence that may start."""
+        num_decoding, first = 0, waiting
+        for seq in running:
+            if seq.num_uncomputed == 1:
+                num_decoding += 1
+            elif first is waiting:
+                first = seq
+        if not (self._max_step_s and num_decoding):
+            return self.max_tokens
+        # The first prompt can always go on, even with media that are computed as a whole.
+        least = num_decoding + (first.min_chunk if first is not None else 1)
+        return min(self.max_tokens, max(int(self._num_tokens), least))
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +60,15 @@ class Grant:
 
 
 def share_step(
-    running: Collection[Sequence], waiting: FairQueue, budget: int, max_running: int, prompts: StepPrompts
+    running: Collection[Sequence], queue: FairQueue, waiting: Sequence | None, budget: int, prompts: StepPrompts
 ) -> list[Grant]:
-    """Share a step's tokens among the sequences that can have a row. If there are several tenants, fill `prompts`."""
-    if not waiting.is_shared:
+    """Share `budget` tokens among the sequences that can have a row. If there are several tenants, fill `prompts`.
+
+    `waiting` is the next sequence of the queue that may start.
+    """
+    if not queue.is_shared:
         return share_budget([seq for seq in running if seq.is_ready], budget)
-    head = waiting.head() if len(running) < max_running else None
-    return share_among_tenants(running, budget, prompts, head, 0 if head is None else waiting.num_running(head.tenant))
+    return share_among_tenants(running, budget, prompts, waiting, 0 if waiting is None else queue.num_running(waiting.tenant))
 
 
 def share_budget(ready: Iterable[Sequence], budget: int, waiting: Sequence | None = None) -> list[Grant]:

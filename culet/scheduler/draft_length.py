@@ -7,20 +7,23 @@ second. The other sequences get no drafts.
 
 A sequence starts from the average acceptance of past requests and then learns from its own text. If the average is low, some
 sequences start optimistic, so that better text is noticed. A sequence without drafts learns nothing, so after some steps it
-gets a short try. Each failed try doubles the wait before the next.
+gets a short try. Each failed try doubles the wait before the next. Unless rounds are launched ahead of results, a round is
+skipped if the verify before it accepts too few drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import random
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from culet.scheduler.sequence import Acceptance
 from culet.scheduler.stats import Counters
 from culet.scheduler.step_cost import MeasuredCost, StepCost, size_of
 
 GOOD_ACCEPTANCE = 0.78  # assumed acceptance before any request has finished, and of an optimistic start
 OPTIMISM, MAX_PRIOR = 1.2, 0.85  # too high a prior is corrected within a few rounds, so it is a multiple of the average
-EXPLORE_REST = 128  # steps between optimistic starts if the average is low, so that better text is noticed
+EXPLORE_REST = 128  # average steps between optimistic starts if the average is low, so that better text is noticed
 START_WEIGHT = 2.0  # weight of the prior in compared drafts, and of older evidence in a try, because text changes
 DECAY = 0.93  # weight of a sequence's older rounds, per round
 BETTER_SHARE, WORSE_SHARE = 1 / 4, 1 / 32  # weights of a finished request above the average, and below it
@@ -30,22 +33,6 @@ TRY_SHARE = 0.005  # share of time that a sequence without drafts spends on its 
 MIN_REST, MAX_REST = 8, 256  # steps before a try
 NUM_TIMED = 4  # steps with drafts, and steps without before and after them, that are run to time them
 TIMED_FIRST, TIMED_GROWTH, TIMED_LAST = 16, 4, 2048  # steps before a batch size is timed first, and how far that grows
-
-
-class Acceptance:
-    """The draft acceptance of one sequence."""
-
-    def __init__(self) -> None:
-        self.tried = self.accepted = 0.0  # drafts compared and drafts accepted, with less weight on older ones
-        self.num_tried = self.num_accepted = 0  # the same over its whole life, without decay
-        self.length: int | None = None  # drafts it gets now, or None before its first batch
-        self.rest = 0  # steps without drafts before its next try
-        self.try_at = -1  # step number of that try, or -1 if none is set
-        self.is_trying = False
-
-    @property
-    def estimate(self) -> float:
-        return self.accepted / self.tried
 
 
 class DraftLengths(Protocol):
@@ -58,7 +45,7 @@ class DraftLengths(Protocol):
         """Return the drafts for a sequence of the planned batch, or for one that joins it now as one of `num_seqs`."""
 
     def note(self, state: Acceptance, num_drafts: int, num_accepted: int) -> None:
-        """Record that a sequence's drafts were verified."""
+        """Record that a sequence's drafts were verified, or with zeros that the drafter proposed none for it."""
 
     def ended(self, state: Acceptance) -> None:
         """Record that a sequence has ended."""
@@ -70,33 +57,20 @@ class DraftLengths(Protocol):
 Shape = tuple[int, int, int]  # (sequences, sequences with drafts, most drafts of one) of a step that only decodes
 
 
-class StepTimes:
-    """Tells the policy how long steps take that decode with as many drafts as the step before them."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._last_shape: Shape | None = None  # shape of the last step with a result
-        self._last_end = 0.0  # when that result came
-
-    def ended(self, policy: DraftLengths, shape: Shape | None) -> None:
-        """Note that the result of a step has come. `shape` is None if its time says nothing about decoding."""
-        now, last = self._clock(), self._last_shape
-        if shape is not None and last is not None and shape[2] == last[2]:
-            policy.took(*shape, now - self._last_end)
-        self._last_shape, self._last_end = shape, now
-
-
 class DraftPolicy:
     """Chooses the lengths that yield the most tokens per second."""
 
-    def __init__(self, cost: StepCost, lengths: Iterable[int]) -> None:
-        """Set up the policy. `lengths` are the numbers of drafts to choose from, besides zero."""
-        self.lengths = tuple(sorted(lengths))
+    def __init__(self, cost: StepCost, lengths: Iterable[int], *, is_ahead: bool = False) -> None:
+        """Set up the policy. `lengths` are the numbers of drafts to choose from, besides zero.
+
+        With `is_ahead`, a round is launched before it is known how many drafts were accepted, so it cannot be skipped.
+        """
+        self.lengths, self.is_ahead = tuple(sorted(lengths)), is_ahead
         self.cost = MeasuredCost(cost)
         # Accepted drafts to expect, by the number of drafts and the acceptance in percent.
         self._gains = {n: [sum((p / 100) ** k for k in range(1, n + 1)) for p in range(101)] for n in self.lengths}
         self._general = GOOD_ACCEPTANCE  # average acceptance of requests
-        self._step, self._explored_at = 0, -EXPLORE_REST
+        self._step, self._explored_at, self._explore_from, self._random = 0, -1, 0, random.Random(0)
         self._num_drafts: int | None = None  # drafts of the planned step, or None if no sequence decodes in it
         self._until_timed: dict[int, tuple[int, int]] = {}  # batch size -> steps left before it is timed, and of how many
         self._usual = self.lengths[len(self.lengths) // 2]  # the latest number of drafts other than none, which is timed
@@ -114,9 +88,9 @@ class DraftPolicy:
 
     def note(self, state: Acceptance, num_drafts: int, num_accepted: int) -> None:
         """Record that a sequence's drafts were verified. Only those up to the first mismatch were compared."""
-        num_compared = min(num_drafts, num_accepted + 1)
-        state.tried = DECAY * state.tried + num_compared
-        state.accepted = DECAY * state.accepted + num_accepted
+        num_compared, decay = min(num_drafts, num_accepted + 1), DECAY if num_drafts else 1.0
+        state.tried = decay * state.tried + num_compared
+        state.accepted = decay * state.accepted + num_accepted
         state.num_tried += num_compared
         state.num_accepted += num_accepted
         self._quiet = []
@@ -155,6 +129,7 @@ class DraftPolicy:
         first_rest = min(MAX_REST, max(MIN_REST, round(self.cost.overhead(len(batch), 1, self.lengths[0]) / TRY_SHARE)))
         for state, hope in zip(batch, hopes, strict=True):
             self._decide(state, num_drafts if hope >= least else 0, first_rest)
+            state.min_accepted = 0 if is_timed or self.is_ahead else self._least_accepted(state, len(batch))
         self._quiet, self._quiet_until = list(batch), 0 if num_drafts or is_timed else min([state.try_at for state in batch])
 
     def length(self, state: Acceptance, num_seqs: int) -> int:
@@ -166,8 +141,10 @@ class DraftPolicy:
 
     def _start(self, state: Acceptance) -> None:
         prior = min(MAX_PRIOR, OPTIMISM * self._general)
-        if prior < GOOD_ACCEPTANCE and self._step - self._explored_at not in range(1, EXPLORE_REST):
+        if prior < GOOD_ACCEPTANCE and (self._step == self._explored_at or self._step >= self._explore_from):
             prior, self._explored_at = GOOD_ACCEPTANCE, self._step
+            # With a fixed rest, requests that come at regular intervals would always or never start optimistic.
+            self._explore_from = self._step + self._random.randint(EXPLORE_REST // 2, 3 * EXPLORE_REST // 2)
         state.tried, state.accepted = START_WEIGHT, START_WEIGHT * prior
 
     def _choose(self, hopes: list[float], *, is_try: bool = False) -> tuple[int, float]:
@@ -191,6 +168,15 @@ class DraftPolicy:
                 if num_tokens > best_rate * seconds:
                     best, best_rate, least = count, num_tokens / seconds, hope
         return best, least
+
+    def _least_accepted(self, state: Acceptance, num_seqs: int) -> int:
+        """Return how many drafts must be accepted so that another round of the same length still pays off."""
+        if not (count := state.length or 0):
+            return 0
+        least_gain = MIN_GAIN * (1.0 + self.cost.overhead(num_seqs, num_seqs, count)) - 1.0
+        tried, accepted, gains = DECAY * state.tried, DECAY * state.accepted, self._gains[count]
+        later = (gains[int(100 * (accepted + kept) / (tried + min(count, kept + 1)) + 0.5)] for kept in range(count))
+        return next((kept for kept, gain in enumerate(later) if gain > least_gain), count)
 
     def _decide(self, state: Acceptance, num_drafts: int, first_rest: int) -> None:
         """Set a sequence's drafts and the step of its next try."""

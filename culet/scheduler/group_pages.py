@@ -40,6 +40,7 @@ class GroupPages:
         self.ahead = group.ahead
         self.first = 0
         self.pages: list[int] = []  # page ids, or HOLE
+        self.stored_from = 0  # all computed tokens from here on are stored, as far back as there are pages
         self._table: PageTable | None = None
 
     @property

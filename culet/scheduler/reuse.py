@@ -14,15 +14,15 @@ def find_prefix(seq: Sequence, page_allocator: PageAllocator) -> Match:
     prefix = page_allocator.prefix
     if prefix is None:
         return Match(None, 0, 0)
-    assert seq.keys is not None
+    assert seq.content is not None
     limit = min(len(seq.tokens) - 1, seq.num_scored) if seq.needs_scoring else len(seq.tokens) - 1
-    match = prefix.find(seq.tokens, seq.keys, limit)
+    match = prefix.find(seq.tokens, seq.content, limit)
     if match.point is not None:
         # Keep this point from being evicted even if the sequence must wait. The same goes for the points where the next prompt
         # may diverge.
         prefix.touch(match.point)
         for length in seq.request.resume_lengths:
-            prefix.touch_at(seq.tokens, length, seq.keys)
+            prefix.touch_at(seq.tokens, length, seq.content)
     return match
 
 
@@ -54,5 +54,5 @@ def keep_point(seq: Sequence, length: int, page_allocator: PageAllocator) -> Non
     # While a forked sequence waits for page copies, its parent has already kept everything it has.
     if prefix is None or not length or any(page_allocator.is_awaiting_copy(table.pages) for table in tables):
         return
-    assert seq.keys is not None
-    prefix.insert(seq.tokens, length, seq.keys, tables)
+    assert seq.content is not None
+    prefix.insert(seq.tokens, length, seq.content, tables, [pages.stored_from for pages in seq.groups])

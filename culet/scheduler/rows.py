@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
-from culet.scheduler.budget import Grant
+from culet.cache.prefix import POINT_SLACK
+from culet.scheduler.budget import Grant, StepBudget
+from culet.scheduler.draft_length import DraftLengths
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.sequence import MAX_TRAIL, Sequence
-from culet.types import Row
+from culet.types import Row, StepResult
 
 
 @dataclass(slots=True)
@@ -26,6 +29,44 @@ class PlannedRow:
         return self.drawers or [self.owner]
 
 
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step whose result is not there yet."""
+
+    step_id: int
+    planned: list[PlannedRow]
+    planned_at: float  # on the scheduler's clock
+    is_timed: bool = True  # False if it encodes media, which takes its own time
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum([plan.row.num_new for plan in self.planned])
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int] | None:
+        return decode_shape(self.planned) if self.is_timed and self.planned else None
+
+
+class StepTimer:
+    """Learns how long steps take, for the size of chunks and the number of drafts."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last_shape: tuple[int, int, int] | None = None  # of the last step with a result
+        self._last_end = 0.0  # when that result came
+
+    def ended(self, step: PlannedStep, result: StepResult, budget: StepBudget, policy: DraftLengths | None) -> None:
+        """Learn from a step that has ended. The policy is told if it decodes with as many drafts as the step before."""
+        now, last = self._clock(), self._last_shape
+        if step.is_timed:
+            budget.took(step.num_tokens, now - max(self._last_end, step.planned_at))
+        # The time of a step that made fewer proposals than it was asked for says nothing about others.
+        shape = step.shape if result.num_proposed == sum([plan.row.num_wanted for plan in step.planned]) else None
+        if policy is not None and shape and last and shape[2] == last[2]:
+            policy.took(*shape, now - self._last_end)
+        self._last_shape, self._last_end = shape, now
+
+
 @dataclass(frozen=True, slots=True)
 class RowShape:
     """A row before its pages are taken."""
@@ -39,18 +80,20 @@ class RowShape:
     resume_lengths: tuple[int, ...]  # the sequence's resume lengths that its pages can be resumed at
 
 
-def shape_row(seq: Sequence, num_new: int, num_drafts: int, *, first_resume: int = 0) -> RowShape:
+def shape_row(seq: Sequence, num_new: int, num_drafts: int, slack: int = POINT_SLACK) -> RowShape:
     """Return the shape of a row of `num_new` tokens.
 
-    The row also stores the tokens needed to resume at its resume lengths from `first_resume` on.
+    The row also stores the tokens needed to resume at its resume lengths, and as many as `slack` tokens before them. Without
+    slack, it stores no more than it must, and only its end can be a resume length.
     """
     draws = num_new - num_drafts == seq.num_uncomputed
     num_logits = num_new if seq.is_scored_next else num_drafts + 1 if draws else 0
     end = seq.num_computed + num_new
     max_end = end + seq.num_open  # the end if all drafts in flight are accepted
-    lengths = tuple([length for length in seq.resume_lengths if max(first_resume, end - MAX_TRAIL) <= length <= end])
-    # A point can also be resumed one token before its end. That query is the first whose keys must all be stored.
-    num_queries = max(num_logits, end - lengths[0] + 1) if lengths else num_logits
+    first_length = end - MAX_TRAIL if slack else end
+    lengths = tuple([length for length in seq.resume_lengths if first_length <= length <= end])
+    # The query `slack` tokens before the first of them is the first whose keys must all be stored.
+    num_queries = max(num_logits, end - lengths[0] + slack) if lengths else num_logits
     store_from = tuple([pages.first_stored(seq.num_computed, num_new, num_queries) for pages in seq.groups])
     missing = tuple([p.num_missing(max_end + p.ahead * draws, first) for p, first in zip(seq.groups, store_from, strict=True)])
     return RowShape(num_new, num_drafts, num_logits, store_from, missing, draws, lengths)
@@ -63,9 +106,10 @@ def largest_row(grant: Grant, num_pages: int, num_spared: int) -> RowShape | Non
     """
     seq, num_new, num_drafts = grant.sequence, grant.num_new, grant.num_drafts
     while True:
-        shape = shape_row(seq, num_new, num_drafts)
-        if shape.resume_lengths and sum(shape.num_missing) + num_spared > num_pages:
-            shape = shape_row(seq, num_new, num_drafts, first_resume=seq.num_computed + num_new)
+        for slack in (POINT_SLACK, 1, 0):  # a point can then be resumed some tokens before its end, at one, or not be there
+            shape = shape_row(seq, num_new, num_drafts, slack)
+            if not shape.resume_lengths or sum(shape.num_missing) + num_spared <= num_pages:
+                break
         if sum(shape.num_missing) <= num_pages:
             return shape
         if num_drafts:
@@ -84,6 +128,8 @@ def commit_row(seq: Sequence, shape: RowShape, page_allocator: PageAllocator, nu
     assert seq.slot is not None
     end = seq.num_computed + shape.num_new
     for pages, first, count in zip(seq.groups, shape.store_from, shape.num_missing, strict=True):
+        if first > seq.num_computed:
+            pages.stored_from = first
         pages.extend(end + seq.num_open + pages.ahead * shape.draws, first, page_allocator.take(count) if count else [])
     seq.tables = tuple([pages.table for pages in seq.groups])
     seq.unchanged_until = min([pages.unchanged_until for pages in seq.groups])
@@ -100,6 +146,7 @@ def commit_row(seq: Sequence, shape: RowShape, page_allocator: PageAllocator, nu
         is_prompt_logprobs=seq.is_scored_next,
         num_open=seq.num_open,
         is_bound=seq.is_bound,
+        min_accepted=seq.acceptance.min_accepted if shape.num_drafts else 0,
     )
     if seq.is_scored_next:
         seq.num_scored = end
@@ -135,8 +182,9 @@ def continue_in_pages(seq: Sequence, num_drafts: int, num_wanted: int) -> Planne
     slot, start, num_new = seq.slot, seq.num_computed, 1 + num_drafts
     assert slot is not None
     stored = (start,) * len(seq.tables)
-    num_open, is_bound = seq.num_open, seq.is_bound
-    row = Row(slot, start, num_new, num_new, seq.tables, stored, num_drafts, num_wanted, (slot,), False, num_open, is_bound)
+    num_open, is_bound, least = seq.num_open, seq.is_bound, seq.acceptance.min_accepted if num_drafts else 0
+    counts = num_new, num_new, seq.tables, stored, num_drafts, num_wanted
+    row = Row(slot, start, *counts, (slot,), False, num_open, is_bound, least)
     seq.num_computed = start + 1
     seq.num_proposed = num_wanted
     seq.num_open += num_drafts

@@ -8,24 +8,33 @@ later one, so every admitted request ends.
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from culet.cache.prefix import Match, PageKeys
+from culet.cache.prefix import Match
 from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
 from culet.errors import BadRequest, QueueFull
 from culet.scheduler.admission import check_fits, pages_to_start, promised_pages, reserved_pages
-from culet.scheduler.budget import Grant, share_step
+from culet.scheduler.budget import Grant, StepBudget, share_step
 from culet.scheduler.deadlines import Deadlines
-from culet.scheduler.draft_length import DraftLengths, Shape, StepTimes
+from culet.scheduler.draft_length import DraftLengths
 from culet.scheduler.media.encoding import count_media, plan_encoding
 from culet.scheduler.media.features import NOTHING, FeatureLedger
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.reuse import count_prefix, find_prefix, keep_point, keep_row_points
-from culet.scheduler.rows import PlannedRow, commit_row, continue_in_pages, decode_shape, drafts_to_continue, largest_row
+from culet.scheduler.rows import (
+    PlannedRow,
+    PlannedStep,
+    StepTimer,
+    commit_row,
+    continue_in_pages,
+    drafts_to_continue,
+    largest_row,
+)
 from culet.scheduler.sequence import Sequence, held_pages
 from culet.scheduler.stats import Counters, SchedulerStats, take_snapshot
 from culet.scheduler.tenants import BY_ORDER, BY_RANK, FairQueue, StepPrompts
@@ -56,13 +65,11 @@ class Scheduler:
         previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known. `features`
         is the account of the runner's features. Without it, the runner has no towers.
         """
-        self.layout = layout
-        self.max_model_len = max_model_len
-        self.max_drafts = max_drafts
-        self.policy = policy
-        self.plans_open = plans_open
-        self.features = features
+        self.layout, self.max_model_len = layout, max_model_len
+        self.max_drafts, self.policy = max_drafts, policy
+        self.plans_open, self.features = plans_open, features
         self.budget = config.max_num_batched_tokens
+        self.step_budget = StepBudget(self.budget, config.max_step_ms / 1e3)
         # The most pages that a token and its drafts may need, including drafts in flight.
         self._max_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
         self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching)
@@ -77,11 +84,10 @@ class Scheduler:
         self._held: dict[str, Sequence] = {}  # by request id, not queued before `release`
         self._alive: dict[str, dict[int, Sequence]] = {}  # request id -> sample -> sequence
         self._deadlines = Deadlines(self.is_alive)
-        self._num_arrivals = 0
-        self._next_step_id = 0
-        self._in_flight: deque[tuple[int, list[PlannedRow], Shape | None]] = deque()  # step id, rows, shape
+        self._arrivals, self._step_ids = itertools.count(), itertools.count()
+        self._in_flight: deque[PlannedStep] = deque()
         self._deltas: list[TokenDelta] = []
-        self._step_times = StepTimes(clock)
+        self._step_timer = StepTimer(clock)
 
     # Requests come and go
 
@@ -96,10 +102,10 @@ class Scheduler:
             raise QueueFull(f"the queue is full: {num_waiting} sequences are already waiting", hint="try again later")
         if self.features is not None and request.media:
             self.features.admit(request)
-        arrival = self._num_arrivals
-        self._num_arrivals += 1
+        arrival = next(self._arrivals)
+        is_cached = self.page_allocator.prefix is not None
         first, *others = [
-            Sequence(request, sample, arrival, self.layout, self._keys(request), self.features) for sample in range(request.n)
+            Sequence(request, sample, arrival, self.layout, self.features, is_cached=is_cached) for sample in range(request.n)
         ]
         first.siblings = others
         first.arrived_at = self._clock()
@@ -115,10 +121,6 @@ class Scheduler:
         """Return whether a request has not ended. A later one may have the same id, but not the same `arrival`."""
         alive = self._alive.get(request_id)
         return alive is not None and arrival in (None, next(iter(alive.values())).arrival)
-
-    def _keys(self, request: Request) -> PageKeys | None:
-        prefix = self.page_allocator.prefix
-        return None if prefix is None else PageKeys(prefix.page_tokens, request.cache_salt, request.media)
 
     def release(self, request_id: str) -> None:
         """Queue a held request, in order of its arrival. Do nothing if it has already ended."""
@@ -149,7 +151,7 @@ class Scheduler:
 
         The content of all pages is unknown now. Other running sequences give up their pages and are computed again.
         """
-        rows = [plan for _, planned, _ in self._in_flight for plan in planned]
+        rows = [plan for step in self._in_flight for plan in step.planned]
         self._in_flight.clear()
         for seq in [seq for plan in rows for seq in plan.members]:
             if seq.finish_reason is None:
@@ -188,7 +190,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to do, at least until the result in flight is applied."""
         assert len(self._in_flight) <= 1, "two plans are already waiting for their results"
-        for request_id in self._deadlines.expired(self._clock()):
+        now = self._clock()
+        for request_id in self._deadlines.expired(now):
             self.cancel(request_id, reason=FinishReason.TIMEOUT)
         self._make_way()
         is_open = bool(self._in_flight) and any(seq.awaits_drafts and seq.draws_in_flight for seq in self._running)
@@ -216,13 +219,11 @@ class Scheduler:
         if is_idle and (self._in_flight or self.features is None or not self.features.is_encoding):
             return None
         count_media(self.features, encoding, planned, self.counters)
-        step_id = self._next_step_id
-        self._next_step_id += 1
-        self.counters.count_step(sum([plan.row.num_new for plan in planned]))
-        is_timed = self.policy is not None and planned and not encoding.encodes
-        self._in_flight.append((step_id, planned, decode_shape(planned) if is_timed else None))
+        step = PlannedStep(next(self._step_ids), planned, now, is_timed=not encoding.encodes)
+        self.counters.count_step(step.num_tokens)
+        self._in_flight.append(step)
         rows = tuple([plan.row for plan in planned])
-        return StepPlan(step_id, tuple(entries), copies, rows, encoding.drops, encoding.encodes)
+        return StepPlan(step.step_id, tuple(entries), copies, rows, encoding.drops, encoding.encodes)
 
     def _drafts_to_continue(self, *, is_open: bool) -> list[int] | None:
         """Return the drafts of each sequence if all continue and pages suffice, as in most steps. Otherwise return None.
@@ -248,14 +249,16 @@ class Scheduler:
     def _plan_rows(self, entries: list[Entry]) -> list[PlannedRow]:
         """Plan rows for running sequences. If pages are left, also start waiting ones and append their entries to `entries`."""
         prompts = StepPrompts()
-        grants = share_step(self._running, self._waiting, self.budget, self._max_running, prompts)
+        waiting = self._waiting.head() if self._waiting and len(self._running) < self._max_running else None
+        budget = self.step_budget.of_step(self._running, waiting)
+        grants = share_step(self._running, self._waiting, waiting, budget, prompts)
         planned: list[PlannedRow] = []
         num_preempted = self.counters.preemptions
         for grant in grants:
             if grant.sequence.is_running:  # an older sequence may just have taken its pages
                 planned += self._plan_row(grant, may_preempt=True)
         if len(planned) == len(grants) and self.counters.preemptions == num_preempted:  # nobody lacks pages
-            for seq, rows in self._admissions(self.budget - sum(plan.row.num_new for plan in planned), prompts):
+            for seq, rows in self._admissions(budget - sum(plan.row.num_new for plan in planned), prompts):
                 entries.append(seq.entry())
                 planned += rows
         return planned
@@ -351,7 +354,7 @@ class Scheduler:
         if match.point is not None and not seq.resume_from(match.point, match.resume, self.page_allocator):
             return []
         seq.prefill_end = len(seq.tokens)
-        seq.resume_lengths = seq.lengths_beyond(match) if seq.keys is not None else ()
+        seq.resume_lengths = seq.lengths_beyond(match) if seq.content is not None else ()
         rows: list[PlannedRow] = []
         num_new = seq.chunk_within(budget)
         has_pages = not self._running or reserved + reserved_pages(seq, self.budget) <= self.page_allocator.available
@@ -402,12 +405,12 @@ class Scheduler:
 
     def apply(self, result: StepResult) -> None:
         """Take the result of the oldest plan in flight."""
-        step_id, planned, shape = self._in_flight.popleft()
-        assert step_id == result.step_id, f"got the result of step {result.step_id}, expected that of step {step_id}"
+        step = self._in_flight.popleft()
+        planned = step.planned
+        assert step.step_id == result.step_id, f"got the result of step {result.step_id}, expected that of step {step.step_id}"
         if self.features is not None:
             self.features.note_ready(result.encoded)
-        if self.policy is not None:
-            self._step_times.ended(self.policy, shape)
+        self._step_timer.ended(step, result, self.step_budget, self.policy)
         drawn = iter(result.drawn)
         for plan in planned:
             row, members = plan.row, plan.members
@@ -443,8 +446,8 @@ class Scheduler:
             return
         if num_drafts:
             self.counters.count_verify(num_drafts, num_drawn - 1)
-            if self.policy is not None:
-                self.policy.note(seq.acceptance, num_drafts, num_drawn - 1)
+        if self.policy is not None and (num_drafts or (row.num_wanted > drawn.num_proposed and not drawn.is_bound)):
+            self.policy.note(seq.acceptance, num_drafts, num_drawn - 1)
         if seq.is_running:  # otherwise it was preempted, so its tokens count but its pages are gone
             seq.num_computed += num_drawn - 1
             if not seq.rows_in_flight:  # otherwise its next row was planned with these proposals and pages for all of them

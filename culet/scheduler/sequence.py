@@ -10,19 +10,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from culet.cache.prefix import Match, PageKeys, ResumePoint
+from culet.cache.content import PrefixContent
+from culet.cache.point_tree import ResumePoint
+from culet.cache.prefix import Match
 from culet.cache.spec import CacheLayout
-from culet.scheduler.draft_length import Acceptance
 from culet.scheduler.group_pages import HOLE, GroupPages
 from culet.scheduler.media.features import FeatureLedger
 from culet.scheduler.page_allocator import PageAllocator
 from culet.types import Entry, FinishReason, Logprobs, MediaSpan, PageTable, Request, Sampling, TokenDelta
 
-MAX_TRAIL = 32  # tokens by which a chunk may run past a resume length, because so few are not worth another step
+MAX_TRAIL = 1024  # tokens by which a chunk may run past a resume length, because storing them costs less than another step
+MIN_GAIN = 16  # a resume point that saves no more tokens than this is not worth another step
 MIN_CUT_CHUNK = (
     256  # fewest tokens before media that are computed while their features are not ready; fewer are not worth a step
 )
 MAX_SCORED_CHUNK = 256  # most tokens of a chunk that needs all its logits, because a row of logits is as wide as the vocabulary
+
+
+class Acceptance:
+    """The draft acceptance of one sequence."""
+
+    def __init__(self) -> None:
+        self.tried = self.accepted = 0.0  # drafts compared and drafts accepted, with less weight on older ones
+        self.num_tried = self.num_accepted = 0  # the same over its whole life, without decay
+        self.length: int | None = None  # drafts it gets now, or None before its first batch
+        self.rest = 0  # steps without drafts before its next try
+        self.try_at = -1  # step number of that try, or -1 if none is set
+        self.is_trying = False
+        self.min_accepted = 0  # drafts of the next verify that must be accepted for another round
+
+    @property
+    def estimate(self) -> float:
+        return self.accepted / self.tried
 
 
 class Sequence:
@@ -34,8 +53,9 @@ class Sequence:
         sample: int,
         arrival: int,
         layout: CacheLayout,
-        keys: PageKeys | None,
         features: FeatureLedger | None = None,
+        *,
+        is_cached: bool,
     ) -> None:
         self.request = request
         self.sample = sample
@@ -43,7 +63,8 @@ class Sequence:
         self.arrival = arrival
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
-        self.keys = keys
+        # What the prefix cache compares, or None without one.
+        self.content = PrefixContent(request.cache_salt, request.media) if is_cached else None
         self.features = features if request.media else None
         self.media_end = request.media[-1].end if request.media else 0
         self.tenant = request.tenant
@@ -117,18 +138,22 @@ class Sequence:
     @property
     def next_chunk(self) -> int:
         """The most tokens of the next row, not counting drafts."""
-        end = self.num_computed + self.num_uncomputed
+        return self._chunk_of(self.num_uncomputed)
+
+    def _chunk_of(self, limit: int) -> int:
+        """Return the most tokens of a next row of at most `limit`, which may still end inside media."""
+        end = self.num_computed + min(limit, self.num_uncomputed)
         if self.is_scored_next:
             end = min(end, max(self.num_computed + MAX_SCORED_CHUNK, self.num_computed + self.min_chunk))
         elif self.needs_scoring:
             end = min(end, self.num_scored)
-        # A chunk ends at a resume length, unless only a few tokens lie before or after it. Then the row stores more instead.
-        low, high = self.num_computed + MAX_TRAIL, end - MAX_TRAIL
+        # A chunk ends at a resume length that is worth it, unless it is close to the chunk's end. Then the row stores more.
+        low, high = self.num_computed + MIN_GAIN, end - MAX_TRAIL
         return next((length for length in self.resume_lengths if low < length < high), end) - self.num_computed
 
     def chunk_within(self, limit: int) -> int:
         """Return the largest chunk of at most `limit` tokens, or 0 if none fits. It never ends inside a whole media span."""
-        chunk = self.ready_part(self.num_computed, min(self.next_chunk, limit))
+        chunk = self.ready_part(self.num_computed, self._chunk_of(limit))
         if self.request.media and (span := self._whole_span_at(self.num_computed + chunk)) is not None:
             return max(0, span.start - self.num_computed)
         return chunk
@@ -197,10 +222,12 @@ class Sequence:
         They are the lengths that the request names and a junction. Prompts diverge at a junction, where other sequences have
         computed more than the match, and the next prompt will hit there.
         """
-        assert self.keys is not None
-        lengths = {*self.request.resume_lengths, match.known}
-        within = [length for length in lengths if match.resume < length < len(self.tokens)]
-        return tuple(sorted(filter(self.keys.may_resume, within)))
+        assert self.content is not None
+        named = {length for length in self.request.resume_lengths if self.content.resumable(length) == length}
+        junction = self.content.resumable(match.known)
+        if junction > match.resume + MIN_GAIN:
+            named.add(junction)
+        return tuple(sorted(length for length in named if match.resume < length < len(self.tokens)))
 
     def entry(self) -> Entry:
         """Return what the runner must know when the sequence takes its slot."""
@@ -278,6 +305,7 @@ class Sequence:
         for pages in self.groups:
             page_allocator.give_back(pages.held)
             pages.reset(0, [])
+            pages.stored_from = 0
         self.num_computed = self.num_resumed = self.num_proposed = self.unchanged_until = 0
         self.resume_lengths = ()
 
@@ -302,6 +330,8 @@ class Sequence:
         if fits:
             for pages, source in partial:
                 pages.reset(pages.first, [*pages.pages, page_allocator.copy_of(source)])
+            for pages, stored_from in zip(self.groups, point.stored_from, strict=True):
+                pages.stored_from = stored_from
             self.num_computed = self.num_resumed = length
         else:
             for pages in self.groups:
@@ -321,6 +351,7 @@ class Sequence:
             if length % pages.page_tokens:
                 own.append(page_allocator.copy_of(theirs.pages[end - theirs.first]))
             pages.reset(begin, own)
+            pages.stored_from = theirs.stored_from
         self.num_computed = self.num_resumed = length
         self.prefill_end = parent.prefill_end
         self.num_cached = parent.num_cached

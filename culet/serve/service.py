@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from culet import env
 from culet.config import BUILT_IN, Config, ServeConfig
-from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN, RequestRules
+from culet.engine.requests import ChatMarks, RequestRules
 from culet.errors import BadRequest, ContextTooLong, CuletError, QueueFull, WorkerDied
 from culet.limits import Limits, read_limits
 from culet.line_process import Stopper
@@ -227,8 +227,7 @@ class Service:
             max_position=facts.max_position,
             max_model_len=facts.max_model_len,
             max_num_seqs=facts.max_num_seqs,
-            turn_id=self.tokenizer.token_id(TURN_TOKEN),
-            result_id=self.tokenizer.token_id(RESULT_TOKEN),
+            marks=ChatMarks.of(self.tokenizer),
             has_text=self.tokenizer.has_text,
         )
         self._watchdog = watchdog.Watchdog(engine)

@@ -20,7 +20,7 @@ if not INTERPRETED:
 else:
     from culet.kernels.eager import draft_round as eager_draft_round
     from culet.kernels.eager import fused as eager_fused
-    from culet.kernels.triton.drafting import context_kv, draft_head
+    from culet.kernels.triton.drafting import context_kv, copy_suffix, draft_head
     from culet.kernels.triton.drafting import draft_round as draft_round_module
     from culet.kernels.triton.linear import norm_linear
     from culet.kernels.types import BlockShape, Candidates, ContextLayer, HeadShape
@@ -71,6 +71,30 @@ else:
         for row in range(num_rows - num_pad):
             slot, length = int(slots[row]), int(lengths[row])
             assert got[slot, length + 1 : length + 1 + num_drafts].tolist() == drafts[row].tolist()
+
+    def test_drafts_that_are_not_made() -> None:
+        """They are stored as token 0, because the target reads them if the step was planned ahead."""
+        tokens, drafts = torch.full((2, 9), 5, dtype=torch.int32), torch.tensor([[7, -1, -1]])
+        for module in (draft_round_module, eager_draft_round):
+            got = tokens.clone()
+            module.keep_drafts(got, torch.tensor([1]), torch.tensor([2]), drafts)
+            assert got.tolist() == [[5] * 9, [5, 5, 5, 7, 0, 0, 5, 5, 5]]
+
+    @matrix({"num_drafts": [1, 8], "match_lens": [(1, 1), (2, 4), (3, 8)], "block": [16, 1024]})
+    def test_copy_suffix(num_drafts: int, match_lens: tuple[int, int], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Few different tokens repeat often. Rows of padding share a slot and have length 1."""
+        monkeypatch.setattr(copy_suffix, "BLOCK", block)
+        monkeypatch.setattr(copy_suffix, "NUM_PARTS", 4)
+        tokens = torch.randint(0, 4, (9, 120), dtype=torch.int32)
+        tokens[3] = torch.arange(120)
+        slots, lengths = torch.tensor([0, 5, 3, 2, 1, 8, 8]), torch.tensor([100, 17, 90, 3, 0, 1, 1])
+        wanted = torch.randint(10, 99, (7, num_drafts))
+        got = torch.cat((wanted, wanted), 1)[:, :num_drafts]  # rows with a stride
+        eager_draft_round.copy_suffix(tokens, slots, lengths, match_lens, wanted)
+        copy_suffix.copy_suffix(tokens, slots, lengths, match_lens, got)
+        assert_same(got, wanted)
+        assert bool((wanted[0] < 4).all())
+        assert bool((wanted[2] >= 10).all())
 
     @matrix({"num_rows": [1, 4, 7], "is_ahead": [False, True], "halves": [(24,), (32, 7), (16, 8, 5)]})
     def test_begin_chain(num_rows: int, is_ahead: bool, halves: tuple[int, ...]) -> None:

@@ -22,7 +22,7 @@ from culet.errors import InternalError
 from culet.hardware import SHARED_BYTES
 from culet.kernels.compiling import start_compiler
 from culet.kernels.cross_compile import compile_for
-from culet.kernels.triton.drafting import accept_drafts, context_kv, draft_head, draft_round, token_layout
+from culet.kernels.triton.drafting import accept_drafts, context_kv, copy_suffix, draft_head, draft_round, token_layout
 from culet.kernels.triton.experts import expert_mlp, route
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.linear import few_tokens, norm_linear
@@ -204,6 +204,9 @@ def round_launches(pdl: bool) -> Iterator[Launch]:
     tokens, long, inv_freqs = ints(33, 4096), meta(rows, dtype=torch.int64), [floats(128), floats(64)]
     yield draft_round.describe_newest(tokens, long, long, long, pdl)
     yield draft_round.describe_keep_drafts(tokens, long, long, meta(rows, 7, dtype=torch.int64), pdl)
+    best = meta(rows, copy_suffix.NUM_PARTS, dtype=torch.int64)
+    yield copy_suffix.describe_search(tokens, long, long, (3, 8), best, pdl)
+    yield copy_suffix.describe_copy(tokens, long, long, best, meta(rows, 8, dtype=torch.int64), pdl)
     ropes = [Rope(floats(rows, 1, 2 * len(inv_freq)), floats(rows, 1, 2 * len(inv_freq))) for inv_freq in inv_freqs]
     for kinds in (1, 2):
         start = ChainStart(long, ints(rows + 1), ints(rows), ropes[:kinds])

@@ -84,7 +84,7 @@ class DraftRig:
             groups.append(GroupBatch(pages_BP, first_B, torch.empty(0, dtype=torch.int64)))
         slots = torch.tensor([track.slot for track in tracks])
         lengths = torch.tensor([track.start for track in tracks])
-        return DraftBatch(torch.tensor(newest), lengths, slots, hidden_RD, tuple(groups))
+        return DraftBatch(torch.tensor(newest), lengths, slots, hidden_RD, tuple(groups), torch.zeros(1, 1, dtype=torch.int32))
 
     @torch.inference_mode()
     def drafts(

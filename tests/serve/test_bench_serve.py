@@ -12,7 +12,9 @@ from statistics import fmean, pstdev
 import pytest
 from click.testing import CliRunner
 
-from culet.bench.serve import Load, arrivals, make_prompts, percentile
+from culet.bench.serve.client import Load
+from culet.bench.serve.figures import percentile
+from culet.bench.serve.load import arrivals, make_prompts
 from culet.cli.bench.serve import bench_serve
 from culet.cli.main import run
 from tests.serve.running import Running
@@ -32,7 +34,7 @@ BLOCK = (
 
 def bench(server: Running, *arguments: str) -> tuple[int, str, str]:
     result = CliRunner().invoke(bench_serve, ["--base-url", server.url, *arguments])
-    return result.exit_code, result.stdout, result.stderr
+    return result.exit_code, result.stdout, f"{result.stderr}{result.exception or ''}"
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
@@ -57,6 +59,45 @@ def test_a_run(tiny: Running, tmp_path: Path, backend: str) -> None:
     assert figures["mean_tpot_ms"] == pytest.approx((figures["mean_e2el_ms"] - figures["mean_ttft_ms"]) / 6, rel=1e-6)
 
 
+def test_a_mixed_load_reports_what_running_chats_see(tiny: Running, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    lengths = ["--random-input-len", "60", "--random-output-len", "3", "--num-prompts", "3", "--num-chats", "2"]
+    code, out, err = bench(tiny, "--dataset", "mixed", *lengths, "--metric-percentiles", "50,99", "--json", str(file))
+    assert code == 0, err
+    figures = json.loads(file.read_text())
+    assert (figures["completed"], figures["num_chats"]) == (3, 2)
+    assert 0 < figures["p50_chat_itl_ms"] <= figures["p99_chat_itl_ms"]
+    assert "-------Inter-token Latency of Running Chats-------" in out.splitlines()
+    tiny.check_well()
+
+
+def test_an_agent_finds_its_history(tiny: Running, tmp_path: Path) -> None:
+    """The second turn finds nearly all of its prompt. With a salt of its own, it finds nothing."""
+    file = tmp_path / "out.json"
+    sizes = ["--agent-history", "60", "--agent-sessions", "2", "--agent-turns", "2", "--agent-result-len", "20"]
+    code, out, err = bench(
+        tiny, "--dataset", "agent", *sizes, "--agent-tools", "1", "--random-output-len", "4", "--json", str(file)
+    )
+    assert code == 0, err
+    first, second = json.loads(file.read_text())["turns"]
+    assert [first["turn"], second["turn"]] == [1, 2]
+    assert second["prefix_cache_hit_rate"] > 60
+    assert second["mean_prompt_tokens"] > first["mean_prompt_tokens"]
+    assert first["uncached_hit_tokens"] == second["uncached_hit_tokens"] == 0
+    assert "hit rate %" in out
+
+
+def test_the_share_of_cached_tokens_is_shown(tiny: Running, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    lengths = ["--random-input-len", "10", "--random-prefix-len", "90", "--random-output-len", "2", "--num-prompts", "4"]
+    code, out, err = bench(tiny, *lengths, "--max-concurrency", "1", "--json", str(file))
+    assert code == 0, err
+    figures = json.loads(file.read_text())
+    assert figures["prefix_cache_queried_tokens"] == 400
+    assert figures["prefix_cache_hit_rate"] >= 60  # all but the first two find the common beginning
+    assert "-------------------Prefix Cache-------------------" in out.splitlines()
+
+
 def test_failures_are_counted_and_reported(scripted: Callable[..., Running]) -> None:
     with scripted("a b c<turn|>", settings={"api_key": "secret"}) as server:
         code, _, err = bench(server, "--api-key", "wrong")
@@ -75,6 +116,7 @@ def test_bad_options_give_one_line_errors(capsys: pytest.CaptureFixture[str]) ->
         ["bench", "serve", "--metric-percentiles", "x"],
         ["bench", "serve", "--extra-body", "[1]"],
         ["bench", "serve", "--request-rate", "0"],
+        ["bench", "serve", "--dataset", "agent", "--agent-history", "many"],
     ):
         assert run(arguments) != 0
         message = capsys.readouterr().err

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,13 @@ _COUNT = click.IntRange(min=1)
     help="API to use: openai and vllm call /v1/completions, and openai-chat calls /v1/chat/completions.",
 )
 @click.option(
-    "--dataset-name", type=click.Choice(["random"]), default="random", show_default=True, help="Kind of prompts to send."
+    "--dataset-name",
+    "--dataset",
+    "dataset_name",
+    type=click.Choice(["random", "mixed", "agent"]),
+    default="random",
+    show_default=True,
+    help="Kind of load: random prompts, random prompts beside running chats, or sessions of an agent.",
 )
 @click.option("--num-prompts", type=_COUNT, default=200, show_default=True, help="Number of requests to send.")
 @click.option(
@@ -69,6 +77,17 @@ _COUNT = click.IntRange(min=1)
     default=0,
     help="Number of tokens in a prefix that all prompts share.",
 )
+@click.option("--num-chats", type=_COUNT, default=31, show_default=True, help="mixed: number of chats that run all the time.")
+@click.option(
+    "--agent-history",
+    default="20000,60000,120000",
+    show_default=True,
+    help="agent: tokens of history before the first turn, one run each.",
+)
+@click.option("--agent-sessions", type=_COUNT, default=10, show_default=True, help="agent: number of interleaved sessions.")
+@click.option("--agent-turns", type=_COUNT, default=5, show_default=True, help="agent: number of turns of each session.")
+@click.option("--agent-result-len", type=_COUNT, default=500, show_default=True, help="agent: tokens of each tool result.")
+@click.option("--agent-tools", type=_COUNT, default=12, show_default=True, help="agent: number of tools.")
 @click.option(
     "--request-rate", type=_Rate(), default="inf", show_default=True, help="Requests per second; inf sends all at once."
 )
@@ -110,35 +129,71 @@ def bench_serve(**options: Any) -> None:
       culet bench serve --num-prompts 500 --random-input-len 1000 --random-output-len 200 --max-concurrency 64
       culet bench serve --base-url http://gpu1:8000 --backend openai-chat --request-rate 4
       culet bench serve --port 8000 --request-rate 10 --burstiness 0.5 --json out.json
+      culet bench serve --dataset mixed --num-chats 31 --num-prompts 30 --request-rate 1 --random-input-len 8000
+      culet bench serve --dataset agent --agent-history 20000,60000 --agent-sessions 10
 
     The figures and their layout are those of `vllm bench serve`. Any server with an OpenAI-compatible API can be measured.
     """
     import asyncio
 
-    from culet.bench import serve
+    from culet.bench.serve.figures import block, details, summarise
+    from culet.bench.serve.load import run
 
     shares = _shares(options.pop("metric_percentiles"))
     json_file, detailed = options.pop("json_file"), options.pop("save_detailed")
+    dataset, agent = options.pop("dataset_name"), _agent(options)
+    options["num_chats"] = options["num_chats"] if dataset == "mixed" else 0
     load = _load(options)
-    outcome = asyncio.run(serve.run(load, _progress(load.num_prompts)))
-    figures = serve.summarise(outcome, shares)
-    click.echo(serve.block(figures, shares))
+    if dataset == "agent":
+        _run_agent(load, agent, json_file)
+        return
+    outcome = asyncio.run(run(load, _progress(load.num_prompts)))
+    figures = summarise(outcome, shares)
+    click.echo(block(figures, shares))
     errors = [answer.error for answer in outcome.answers if answer.error]
     if errors:
         click.echo(f"{len(errors)} requests failed; the first error was: {errors[0]}", err=True)
     if json_file:
         head = {"date": datetime.now().strftime("%Y%m%d-%H%M%S"), "endpoint_type": figures["backend"]}
-        more = serve.details(outcome) if detailed else {}
+        more = details(outcome) if detailed else {}
         _write(Path(json_file), {**head, **figures, **more})
     if not outcome.good:
         sys.exit(1)
 
 
+def _agent(options: dict[str, Any]) -> Any:
+    from culet.bench.serve.agent import AgentLoad
+
+    text = options.pop("agent_history")
+    lengths = tuple(int(part) for part in text.split(",")) if re.fullmatch(r"\d+(,\d+)*", text) else ()
+    if not all(lengths) or not lengths:
+        raise ConfigError(f"agent-history: got {text!r}, expected numbers of tokens", hint="example: 20000,60000")
+    return AgentLoad(
+        lengths,
+        options.pop("agent_sessions"),
+        options.pop("agent_turns"),
+        options.pop("agent_result_len"),
+        options.pop("agent_tools"),
+        options["output_len"],
+    )
+
+
+def _run_agent(load: Any, agent: Any, json_file: str | None) -> None:
+    import asyncio
+
+    from culet.bench.serve.agent import agent_block, run_agent
+
+    num_requests = 2 * len(agent.history_lens) * agent.num_sessions * agent.num_turns
+    turns = [turn.figures() for turn in asyncio.run(run_agent(load, agent, _progress(num_requests)))]
+    click.echo(agent_block(turns))
+    if json_file:
+        _write(Path(json_file), {"date": datetime.now().strftime("%Y%m%d-%H%M%S"), "agent": asdict(agent), "turns": turns})
+
+
 def _load(options: dict[str, Any]) -> Any:
-    from culet.bench.serve import Load
+    from culet.bench.serve.client import Load
 
     host, port, base_url = options.pop("host"), options.pop("port"), options.pop("base_url")
-    options.pop("dataset_name")
     key = options.pop("api_key") or env.API_KEY.get().split(",")[0].strip()
     backend, extra = options.pop("backend"), options.pop("extra_body")
     try:

@@ -24,10 +24,39 @@ def newest_tokens(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor) -> Tensor
 
 
 def keep_drafts(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor, drafts_RK: Tensor) -> None:
-    """Store drafts after the newest token, as tokens[slot, length + 1 + k] = drafts[r, k]."""
+    """Store drafts after the newest token, as tokens[slot, length + 1 + k] = drafts[r, k], or token 0 if that is below 0."""
     place_R = torch.add(length_R, slot_R, alpha=tokens_SL.shape[1])
     column_K = torch.arange(1, drafts_RK.shape[1] + 1, device=place_R.device)
-    tokens_SL.view(-1).index_copy_(0, (place_R[:, None] + column_K).flatten(), drafts_RK.flatten().to(tokens_SL.dtype))
+    tokens_SL.view(-1).index_copy_(
+        0, (place_R[:, None] + column_K).flatten(), drafts_RK.flatten().clamp(min=0).to(tokens_SL.dtype)
+    )
+
+
+def copy_suffix(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor, match_lens: tuple[int, int], drafts_RK: Tensor) -> None:
+    """Overwrite the drafts (int64) of each sequence whose last tokens occurred before with what followed them.
+
+    `match_lens` are the fewest and the most tokens that are compared. The longest match counts, and the latest of these. If
+    the copy reaches the newest token, it starts over.
+    """
+    (least, most), column_K = match_lens, torch.arange(drafts_RK.shape[1], device=drafts_RK.device)
+    for row, (slot, length) in enumerate(zip(slot_R.tolist(), length_R.tolist(), strict=True)):
+        if length < least:
+            continue
+        tokens_L = tokens_SL[slot, : length + 1]
+        # Entry i is True if a match of at least `back + 1` tokens ends at position i + least - 1.
+        is_match_L = tokens_L[least - 1 : -1] == tokens_L[-1]
+        for back in range(1, least):
+            is_match_L &= tokens_L[least - 1 - back : length - back] == tokens_L[length - back]
+        end_M = is_match_L.nonzero().flatten() + least - 1
+        for back in range(least, most):
+            longer_M = end_M[end_M >= back]
+            longer_M = longer_M[tokens_L[longer_M - back] == tokens_L[length - back]] if back <= length else longer_M[:0]
+            if not longer_M.numel():
+                break
+            end_M = longer_M
+        if end_M.numel():
+            end = int(end_M[-1])
+            drafts_RK[row] = tokens_L[end + 1 + column_K % (length - end)].long()
 
 
 def begin_chain(length_R: Tensor, is_ahead: bool, inv_freqs: Sequence[Tensor]) -> ChainStart:

@@ -20,8 +20,8 @@ from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
 from culet.runner.runner import Runner
-from culet.scheduler.draft_length import Acceptance
 from culet.scheduler.scheduler import Scheduler
+from culet.scheduler.sequence import Acceptance
 from culet.testing.random_dflash import TINY, write_dflash
 from culet.testing.tiny import write_checkpoint
 from culet.types import Request

@@ -102,7 +102,7 @@ def shape(request: Any) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", params=sorted(DRAFTERS))
+@pytest.fixture(scope="module", params=sorted(DRAFTERS.keys() - {"suffix"}))  # suffix drafting has no layers (test_suffix.py)
 def met(request: Any, shape: str) -> Met:
     return meet(request.param, shape)
 
@@ -125,7 +125,8 @@ def test_spec(method: str, shape: str) -> None:
     assert set(readers) <= {group.name for group in layout.groups}
     numbers = sorted(layer for layers in readers.values() for layer in layers)
     assert numbers == list(range(len(target.layers), len(target.layers) + len(numbers)))
-    assert spec.weight_bytes(4) == 4 * sum(spec.num_parameters().values()) > 0
+    assert spec.weight_bytes(4) == 4 * sum(spec.num_parameters().values())
+    assert (spec.weight_bytes(4) > 0) == (method != "suffix")
 
 
 def test_proposals(met: Met) -> None:
@@ -226,7 +227,7 @@ def test_greedy_output_is_the_same(shape: str, method: str) -> None:
     for _ in range(2):
         assert [result.token_ids for result in llm.generate(prompts, ALL)] == list(plain(shape).values())
     counters = llm.engine.stats().counters
-    assert counters.verifies > 50
+    assert counters.verifies > (5 if method == "suffix" else 50)  # it drafts only where text repeats
     assert counters.prefix_hits >= 3
 
 

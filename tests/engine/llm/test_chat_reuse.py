@@ -65,8 +65,8 @@ def test_each_turn_computes_the_last_answer_and_what_follows(pair: tuple[LLM, LL
         result = ask(pair, messages, enable_thinking=thinking)
         if thinking:  # nothing follows the turn's beginning, so that or even an unchanged answer is found
             assert result.num_cached_tokens >= reusable
-        else:
-            assert result.num_cached_tokens == reusable
+        else:  # the few tokens that open the turn are found too, if a window reaches back that far
+            assert reusable <= result.num_cached_tokens <= reusable + 8
         reusable = last(pair[0], result, TURN_TOKEN)
         messages.append({"role": "assistant", "content": result.text})
 
@@ -96,9 +96,41 @@ def test_tool_results_go_on_from_the_turn_they_belong_to(pair: tuple[LLM, LLM], 
         reusable = begin if thinking else reusable
 
 
+@pytest.mark.parametrize("num_shared", [40, 100, 200, 500, 1000])
+def test_the_third_prompt_with_the_same_beginning_recomputes_at_most_16_of_its_tokens(
+    pair: tuple[LLM, LLM], num_shared: int
+) -> None:
+    """Draws are random, with a seed, and every answer is that of the model without reuse."""
+    shared, seeded = make_prompt(num_shared), SamplingParams(temperature=1.0, seed=num_shared, max_tokens=4, ignore_eos=True)
+    for number in range(3):
+        prompt = {"prompt_token_ids": [*shared, *range(200 + number, 230 + number)]}
+        [result], [computed] = (llm.generate([prompt], seeded) for llm in pair)
+        assert result.token_ids == computed.token_ids
+    assert num_shared - 16 <= result.num_cached_tokens <= num_shared
+
+
+def test_texts_with_the_same_beginning(pair: tuple[LLM, LLM]) -> None:
+    shared = "The stone is held to the wheel, and the wheel is older than the stone. " * 6
+    for ending in ("A fox saw it.", "A fox asked who could cut the diamond.", "An owl did not."):
+        [result], [computed] = (llm.generate([shared + ending], PARAMS) for llm in pair)
+        assert result.token_ids == computed.token_ids
+    assert result.num_cached_tokens >= len(pair[0].engine.tokenizer.encode(shared.strip())) - 16
+
+
+def test_the_second_chat_reuses_the_system_turn_of_the_first(pair: tuple[LLM, LLM]) -> None:
+    """The system's turn ends with the tools, before the second turn begins."""
+    system = {"role": "system", "content": "You cut diamonds. " + "Each stone is held to the wheel until it shines. " * 12}
+    results = []
+    for question in (QUESTION, "How old is the wheel?"):
+        results.append(ask(pair, [system, {"role": "user", "content": question}], tools=TOOLS))
+    turn_id = pair[0].engine.tokenizer.token_id(TURN_TOKEN)
+    _, user_turn, *_ = [place for place, token_id in enumerate(results[1].prompt_token_ids) if token_id == turn_id]
+    assert results[1].num_cached_tokens >= user_turn > 100
+
+
 def test_where_a_prompt_can_be_resumed(pair: tuple[LLM, LLM]) -> None:
     rules, params = pair[0].engine.rules, SamplingParams()
-    turn, result = rules.turn_id, rules.result_id
+    turn, result, system = rules.marks.turn_id, rules.marks.result_id, rules.marks.system_ids
     assert turn is not None
     assert result is not None
     for prompt, points in {
@@ -108,6 +140,9 @@ def test_where_a_prompt_can_be_resumed(pair: tuple[LLM, LLM]) -> None:
         (2, turn, 200, result, 201, turn, 202): (5,),  # a result of an earlier turn
         (2, turn, 200, result, 201, result): (1,),  # a prompt's end is always kept
         (2, turn, 200, result, 201, result, 202): (1, 6),
+        (2, turn, *system, 200, turn, 201, turn, 202): (3 + len(system), 5 + len(system)),
+        (2, turn, 200, turn, *system, 201, turn, 202): (4 + len(system) + 1,),  # a later system message
+        (2, turn, *system, 200): (1,),
     }.items():
         assert rules.make_request("x", prompt, params).resume_lengths == points
 
@@ -128,10 +163,10 @@ def turns(rig: Any, make_request: Any, words: list[int]) -> list[tuple[int, ...]
 
 
 def check_hits(rig: Any) -> None:
-    """Check for five hits that compute only the last answer of 10 tokens and 14 new tokens. The first resumes at 46."""
+    """Check for five hits that compute at most the last answer of 10 tokens and 14 new tokens. The first resumes at 46."""
     counters = rig.scheduler.counters
     assert counters.prefix_hits == 5
-    assert counters.prefix_query_tokens - counters.prefix_hit_tokens == 51 + 5 * 24
+    assert 51 + 5 * 20 <= counters.prefix_query_tokens - counters.prefix_hit_tokens <= 51 + 5 * 24
     rig.check_pages()
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from culet.cache.prefix import POINT_SLACK
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
 from culet.config import ScheduleConfig
 from culet.errors import CuletError
@@ -171,35 +172,41 @@ class Drive:
         assert arena.num_reclaimable == 0
 
 
-def num_kept_queries(plan: PlannedRow) -> int:
-    """Return how many queries at the end of a row need all their keys.
+def num_kept_queries(plan: PlannedRow) -> set[int]:
+    """Return how many queries at the end of a row may need all their keys.
 
-    These are the queries with logits and those from the first resume point on.
+    These are the queries with logits and, if pages suffice, those from a little before the first resume point on.
     """
-    end = plan.row.start + plan.row.num_new
-    assert all(plan.row.start < point <= end <= point + MAX_TRAIL for point in plan.resume_lengths)
-    return max(1, plan.row.num_logits, *(end - point + 1 for point in plan.resume_lengths))
+    row, end = plan.row, plan.row.start + plan.row.num_new
+    assert all(row.start < point <= end <= point + MAX_TRAIL for point in plan.resume_lengths)
+    own = max(1, row.num_logits)
+    counts = set() if any(point < end for point in plan.resume_lengths) else {own}
+    return counts | {max(own, end - point + slack) for point in plan.resume_lengths[:1] for slack in (POINT_SLACK, 1)}
 
 
 def audit_stored(scheduler: Scheduler, plan: PlannedRow) -> None:
     """Check that a row stores exactly what later queries will see."""
     row, end = plan.row, plan.row.start + plan.row.num_new
-    for group in scheduler.layout.groups:
-        rule = 0 if group.window is None else end - group.window - num_kept_queries(plan) + 1
-        assert row.store_from[group.index] == max(row.start, rule)
+    rules = [
+        tuple(
+            max(row.start, 0 if group.window is None else end - group.window - count + 1) for group in scheduler.layout.groups
+        )
+        for count in num_kept_queries(plan)
+    ]
+    assert row.store_from in rules
 
 
 def audit(scheduler: Scheduler) -> None:
     """Check that every page's references are exactly those of the existing sequences, resume points and copies."""
     arena, prefix = scheduler.page_allocator.arena, scheduler.page_allocator.prefix
     held: Counter[int] = Counter(scheduler.page_allocator.pending_sources)
-    last_plan = {id(plan.owner): plan for _, planned, _ in scheduler._in_flight for plan in planned}
+    last_plan = {id(plan.owner): plan for step in scheduler._in_flight for plan in step.planned}
     for plan in last_plan.values():
         audit_stored(scheduler, plan)
     for seq in scheduler._running:
         assert seq.slot is not None
         last = last_plan.get(id(seq))
-        num_new, num_queries = (last.row.num_new, num_kept_queries(last)) if last and seq.rows_in_flight else (0, 0)
+        num_new, num_queries = (last.row.num_new, max(num_kept_queries(last))) if last and seq.rows_in_flight else (0, 0)
         for pages in seq.groups:
             held.update(pages.held)
             bound = max_held_pages(pages.group, num_new, num_queries)
@@ -253,6 +260,7 @@ def make(
     ahead: bool = False,
     max_drafts: int = 0,
     prefix_caching: bool = True,
+    max_model_len: int = 1000,
 ) -> Drive:
     """Make a scheduler and a fake runner, with a clock that stands still unless `drive.now` is set."""
     drive: Drive
@@ -260,7 +268,7 @@ def make(
         layout,
         num_pages,
         ScheduleConfig(seqs, budget, queue),
-        max_model_len=1000,
+        max_model_len=max_model_len,
         prefix_caching=prefix_caching,
         max_drafts=max_drafts,
         clock=lambda: getattr(drive, "now", 0.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from culet.scheduler.draft_length import Acceptance
+from culet.scheduler.sequence import Acceptance
 
 
 class FixedLengths:

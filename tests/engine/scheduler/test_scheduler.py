@@ -10,9 +10,8 @@ import pytest
 
 from culet.errors import BadRequest, ContextTooLong, QueueFull
 from culet.scheduler.budget import share_budget
-from culet.scheduler.draft_length import Acceptance
 from culet.scheduler.group_pages import max_held_pages, span
-from culet.scheduler.sequence import Sequence
+from culet.scheduler.sequence import Acceptance, Sequence
 from tests.engine.scheduler.drive import LAYOUT, audit, endless, first_seed, make, make_layout, make_request, prompt, row_of
 from tests.engine.scheduler.fake_runner import draw
 from tests.engine.scheduler.fixed_lengths import FixedLengths
@@ -161,7 +160,7 @@ def test_neither_decode_nor_prefill_nor_drafts_starve() -> None:
     layout = make_layout((None, 4))
 
     def sequence(number: int, length: int, num_proposed: int = 0) -> Sequence:
-        seq = Sequence(endless(str(number), length), 0, number, layout, None)
+        seq = Sequence(endless(str(number), length), 0, number, layout, is_cached=False)
         seq.num_proposed = num_proposed
         return seq
 
@@ -307,7 +306,9 @@ def test_sequences_that_start_together_are_not_promised_the_same_pages() -> None
     drive.check_end()
 
 
-def test_pages_promised_in_an_earlier_step_stay_promised() -> None:
+def test_pages_promised_in_an_earlier_step_stay_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("sequence", "rows"):
+        monkeypatch.setattr(f"culet.scheduler.{module}.MAX_TRAIL", 4)
     drive = make(make_layout((None, 4)), num_pages=60, budget=64)
     drive.add(make_request("a", prompt(200), 2, stop=False, resume_lengths=(40, 90)))  # 50 pages + 1
     drive.step()

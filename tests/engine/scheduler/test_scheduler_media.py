@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import pytest
 
-from culet.cache.prefix import PageKeys
+from culet.cache import content
+from culet.cache.content import PrefixContent
 from culet.errors import BadRequest, ContextTooLong
 from culet.scheduler import sequence
 from culet.types import MediaSpan, Request
@@ -136,7 +138,8 @@ def test_media_end_in_the_smallest_cache(groups: tuple[tuple[int | None, int], .
 
 
 def test_the_walk_sees_shared_media(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PageKeys, "_media_in", lambda self, begin, end: [])
+    monkeypatch.setattr(PrefixContent, "media_before", lambda self, num_tokens: ())
+    monkeypatch.setattr(content, "_media_units", lambda span: array("I", [7] * span.length))
     with pytest.raises(AssertionError, match="wrong key"):
         walk(WORLDS["media"], 0, 1000)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from culet.scheduler.sequence import MAX_TRAIL
+from culet.cache.prefix import MIN_SHARED, POINT_SLACK
+from culet.scheduler.sequence import MIN_GAIN
 from culet.types import FinishReason, Request
 from tests.engine.scheduler.drive import Drive, endless, first_seed, make, make_layout, make_request, prompt, row_of
 from tests.engine.scheduler.fake_runner import STOP
@@ -131,11 +132,53 @@ def test_the_third_of_three_with_a_common_beginning_hits_the_junction() -> None:
     drive = make()
     common = prompt(43)
     assert computed(drive, make_request("a", [*common, *prompt(30, 1)], 1)) == 73
-    # Five pages of 8 are known, but no window was kept there. The second request keeps one.
+    # 43 tokens are known, but no window was kept there. The second request keeps one.
     assert computed(drive, make_request("b", [*common, *prompt(30, 2)], 1)) == 73
     assert drive.told["b", 0].num_cached == 0
-    assert computed(drive, make_request("c", [*common, *prompt(30, 3)], 1)) == 33
-    assert drive.told["c", 0].num_cached == 40
+    assert computed(drive, make_request("c", [*common, *prompt(30, 3)], 1)) == 30
+    assert drive.told["c", 0].num_cached == 43
+    drive.check_end()
+
+
+def test_prompts_that_share_a_few_tokens_more_leave_a_point_for_those_that_do_not() -> None:
+    drive = make(budget=128)
+    common = prompt(60)
+    for name in "ab":  # both go on with the same ten tokens
+        assert computed(drive, make_request(name, [*common, *prompt(10, 5), *prompt(30, ord(name))], 1)) == 100
+    assert computed(drive, make_request("c", [*common, *prompt(30, 3)], 1)) == 30
+    assert drive.told["c", 0].num_cached == 60
+    drive.check_end()
+
+
+@pytest.mark.parametrize("num_common", [40, 100, 200, 500])
+@pytest.mark.parametrize("budget", [64, 2000])
+def test_a_prompt_within_the_window_serves_at_any_length(num_common: int, budget: int) -> None:
+    """The second prompt already resumes where it parts from the first."""
+    drive = make(make_layout((512, 64), (None, 256)), budget=budget)
+    common = prompt(num_common)
+    assert computed(drive, make_request("a", [*common, *prompt(12, 1)], 1)) == num_common + 12
+    assert computed(drive, make_request("b", [*common, *prompt(30, 2)], 1)) == 30
+    drive.check_end()
+
+
+@pytest.mark.parametrize("budget", [512, 8192])
+def test_long_prompts_with_the_pages_of_a_real_model(budget: int) -> None:
+    """A window of 1024 tokens, and pages of 64 and 256. The first prompt keeps nothing where the others part from it."""
+    drive = make(make_layout((1024, 64), (None, 256)), 400, budget=budget, max_model_len=8000)
+    common = prompt(5000)
+    for name, num_computed in (("a", 6500), ("b", 6500), ("c", 1500)):
+        assert computed(drive, make_request(name, [*common, *prompt(1500, ord(name))], 1)) == num_computed
+    drive.check_end()
+
+
+def test_a_few_common_tokens_are_not_worth_a_copy() -> None:
+    drive = make(make_layout((64, 4), (None, 8)))
+    less, enough = prompt(MIN_SHARED - 1), prompt(MIN_SHARED, 1)
+    assert computed(drive, make_request("a", [*less, 41, 42], 1)) == MIN_SHARED + 1
+    assert computed(drive, make_request("b", [*less, 43, 44], 1)) == MIN_SHARED + 1
+    assert computed(drive, make_request("c", [*less, 41, 42, 43], 1)) == 1  # the end of a prompt is
+    assert computed(drive, make_request("d", [*enough, 41, 42], 1)) == MIN_SHARED + 2
+    assert computed(drive, make_request("e", [*enough, 43, 44], 1)) == 2
     drive.check_end()
 
 
@@ -218,30 +261,45 @@ def test_ten_turns_that_leave_out_the_end_of_each_prompt() -> None:
     drive.check_end()
 
 
-def test_a_chunk_ends_at_a_resume_point_far_from_its_own_end() -> None:
+def test_a_chunk_ends_at_a_resume_point_far_from_its_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("culet.scheduler.sequence.MAX_TRAIL", 30)
+    monkeypatch.setattr("culet.scheduler.rows.MAX_TRAIL", 30)
     drive = make(budget=512, num_pages=400)
     drive.add(make_request("a", prompt(300), 1, stop=False, resume_lengths=(100, 280, 290)))
     sizes = []
     while drive.scheduler.has_work:
         plan = drive.step()
         sizes += [(row.start, row.num_new, row.store_from[0]) for row in plan.rows] if plan else []
-    # The window is 8. The first chunk stores what its last token sees, and the second stores what token 279 sees.
-    assert sizes == [(0, 100, 92), (100, 200, 272)]
+    # The window is 8. The first chunk stores what token 68 sees, and the second stores what token 248 sees.
+    assert sizes == [(0, 100, 100 - 7 - POINT_SLACK), (100, 200, 280 - 7 - POINT_SLACK)]
     for number, point in enumerate((100, 280, 290)):
         assert computed(drive, make_request(str(number), [*prompt(point), 41, 42], 1)) == 2
     drive.check_end()
 
 
-def test_a_resume_point_that_saves_little_makes_no_chunk() -> None:
+def test_a_resume_point_that_saves_little_makes_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("culet.scheduler.sequence.MAX_TRAIL", 30)
+    monkeypatch.setattr("culet.scheduler.rows.MAX_TRAIL", 30)
     drive = make(budget=512, num_pages=400)
-    drive.add(make_request("a", prompt(300), 1, stop=False, resume_lengths=(1, MAX_TRAIL, MAX_TRAIL + 1)))
+    drive.add(make_request("a", prompt(300), 1, stop=False, resume_lengths=(1, MIN_GAIN, MIN_GAIN + 1)))
     plan = drive.step()
-    assert row_of(plan, 0).num_new == MAX_TRAIL + 1  # one chunk keeps all three, since the first two are so close
+    assert row_of(plan, 0).num_new == MIN_GAIN + 1  # one chunk keeps all three, since the first two are so close
     drive.run()
-    drive.add(make_request("b", prompt(300, 1), 1, stop=False, resume_lengths=(1, MAX_TRAIL)))
+    drive.add(make_request("b", prompt(300, 1), 1, stop=False, resume_lengths=(1, MIN_GAIN)))
     plan = drive.step()
     assert (row_of(plan, 0).num_new, row_of(plan, 0).store_from) == (300, (292, 0))
     drive.run()
+    drive.check_end()
+
+
+def test_a_chunk_that_ends_soon_after_a_resume_point_is_not_cut() -> None:
+    """The budget ends the chunk close enough to the point, although the prompt's end is far."""
+    drive = make(budget=64, num_pages=400)
+    drive.add(make_request("a", prompt(300), 1, stop=False, resume_lengths=(40,)))
+    plan = drive.step()
+    assert row_of(plan, 0).num_new == 64
+    drive.run()
+    assert computed(drive, make_request("b", [*prompt(40), 41, 42], 1)) == 2
     drive.check_end()
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from culet.config import ScheduleConfig
 from culet.errors import ContextTooLong, QueueFull
 from culet.runner.deferred_kv import Ledger
-from culet.scheduler.draft_length import Acceptance
 from culet.scheduler.scheduler import Scheduler
+from culet.scheduler.sequence import Acceptance
 from culet.types import MediaSpan, Request
 from tests.engine.scheduler.drive import Drive, make_layout, make_request, try_add
 from tests.engine.scheduler.fake_runner import VOCAB, FakeRunner
@@ -265,7 +265,7 @@ def test_the_walk_sees_what_is_not_written(world: str, monkeypatch: pytest.Monke
     before, after = Ledger.due_before, Ledger.due_after
     monkeypatch.setattr(Ledger, "due_before", lambda self, plan: before(self, plan) and [])
     with pytest.raises(AssertionError, match="drafts from a wrong key"):
-        walk(WORLDS[world], {"pauses": 0, "pauses ahead": 7}[world], 2000)
+        walk(WORLDS[world], {"pauses": 0, "pauses ahead": 10}[world], 2000)
     monkeypatch.setattr(Ledger, "due_before", before)
     monkeypatch.setattr(Ledger, "due_after", lambda self, rows: after(self, rows) and [])
     with pytest.raises(AssertionError, match="drafts from a wrong key"):

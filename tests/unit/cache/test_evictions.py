@@ -7,7 +7,9 @@ import random
 import pytest
 
 from culet.cache.arena import Arena
-from culet.cache.prefix import PageKeys, PrefixCache, ResumePoint
+from culet.cache.content import PrefixContent
+from culet.cache.point_tree import ResumePoint
+from culet.cache.prefix import PrefixCache
 from culet.cache.spec import CacheLayout, KVGroup, KVSpec
 from culet.types import PageTable
 
@@ -30,7 +32,7 @@ class Cache:
 
     def insert(self, tokens: list[int], *, hold: bool = False) -> None:
         tables = [PageTable(0, tuple(self.arena.take(group.pages_for(len(tokens))))) for group in LAYOUT.groups]
-        self.prefix.insert(tokens, len(tokens), PageKeys(self.prefix.page_tokens), tables)
+        self.prefix.insert(tokens, len(tokens), PrefixContent(), tables, (0, 0))
         pages = [page for table in tables for page in table.pages]
         if hold:
             self.held.append(pages)

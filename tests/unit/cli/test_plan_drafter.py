@@ -43,7 +43,7 @@ def test_every_variant_with_every_drafter(name: str, method: str) -> None:
     assert drafter.method == method
     assert drafter.max_drafts > 0
     assert set(readers) <= {group.name for group in layout.groups}
-    assert min(layer for layers in readers.values() for layer in layers) >= len(target.layers)
+    assert all(layer >= len(target.layers) for layers in readers.values() for layer in layers)
     # The target's groups and slab are the same as without a drafter.
     assert [(group.name, group.layers, group.page_tokens) for group in target_groups(layout)] == [
         (group.name, group.layers, group.page_tokens) for group in plain.groups
@@ -52,8 +52,8 @@ def test_every_variant_with_every_drafter(name: str, method: str) -> None:
     assert drafter.reads_target_pages == (len(layout.groups) == len(plain.groups))
     assert all(tap < len(target.layers) for tap in drafter.taps)
     planned = plan_drafter_attention(drafter, layout, "cpu")
-    assert {group.backend for group in planned.groups} == {"torch_cpu"}
-    assert {group.need.num_heads for group in planned.groups} == {drafter.num_heads}
+    assert [group.backend for group in planned.groups] == ["torch_cpu"] * len(readers)
+    assert all(group.need.num_heads == drafter.num_heads for group in planned.groups)
 
 
 def test_side_by_side(plan: Callable[..., str]) -> None:
@@ -67,6 +67,11 @@ def test_side_by_side(plan: Callable[..., str]) -> None:
     ]
     assert "up to 3 drafts per round, reads the target's pages" in text
     assert "target" not in plan("31B", "--gpu", "h200").splitlines()[6]
+
+
+def test_without_weights(plan: Callable[..., str]) -> None:
+    text = plan("31B", "--gpu", "h200", "--speculative-config", '{"method": "suffix"}')
+    assert "suffix, no weights: up to 8 drafts per round, reads the request's own text, 0.000 GB of weights" in text
 
 
 def test_as_json(plan: Callable[..., str]) -> None:

@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from culet.scheduler.draft_length import Acceptance, DraftPolicy
+from culet.scheduler.draft_length import DraftPolicy
+from culet.scheduler.sequence import Acceptance
 from culet.scheduler.step_cost import StepCost
 
 # Seconds that a round with this many drafts adds to a one-second step. They are close to the built-in model's on a CPU.
@@ -113,6 +114,8 @@ class Simulation:
                 chat.num_done += 1
             chat.num_done += 1
             chat.num_rounds += num_drafts > 0
+            if num_drafts and num_accepted < chat.state.min_accepted:
+                chat.num_drafts = 0
             if num_drafts and self.policy is not None:
                 self.policy.note(chat.state, num_drafts, num_accepted)
         most = max(verified, default=0)

@@ -13,7 +13,8 @@ from culet.drafters.base import cache_specs, open_drafter
 from culet.engine.drafting import ReadBytes, draft_policy
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
-from culet.scheduler.draft_length import EXPLORE_REST, MAX_REST, NUM_TIMED, TIMED_FIRST, TIMED_LAST, Acceptance, DraftPolicy
+from culet.scheduler.draft_length import EXPLORE_REST, MAX_REST, NUM_TIMED, TIMED_FIRST, TIMED_LAST, DraftPolicy
+from culet.scheduler.sequence import Acceptance
 from culet.scheduler.stats import Counters
 from culet.scheduler.step_cost import FRESH, MIN_TIMES, NUM_FOUND, MeasuredCost, StepCost
 from tests.unit.scheduler.draft_simulation import (
@@ -227,7 +228,34 @@ def test_a_probe_that_accepts_nothing_is_believed_but_for_optimistic_starts() ->
     for _ in range(2 * EXPLORE_REST):
         policy.plan([])
         lengths.append(policy.length(Acceptance(), 1))
-    assert [step for step, length in enumerate(lengths) if length] == [0, EXPLORE_REST]
+    first, second, *_ = [step for step, length in enumerate(lengths) if length]
+    assert first == 0
+    assert EXPLORE_REST // 2 <= second <= 3 * EXPLORE_REST // 2
+    assert sum(length > 0 for length in lengths) <= 5
+
+
+def test_chats_in_turn_all_have_a_chance_to_start_optimistic() -> None:
+    """If good and bad chats alternate, at any lengths, good ones are found even though the probe has accepted little."""
+    for num_bad in (100, 117, 118, 119, 130, 250):
+        policy = DraftPolicy(probed_cost(CPU_DFLASH), (1, 4, 7))
+        counters = Counters()
+        for _ in range(30):
+            counters.count_verify(7, 0)
+        policy.believe(counters, probed_cost(CPU_DFLASH))
+        chats = [chat for _ in range(20) for chat in (bad(num_bad), good(11))]
+        Simulation(CPU_DFLASH, policy).run(chats)
+        assert sum(chat.num_rounds > 0 for chat in chats[21::2]) >= 7, num_bad
+
+
+def test_a_bad_start_costs_one_round_less() -> None:
+    """A round after a verify that accepted nothing is skipped if it is known in time."""
+    rounds = {}
+    for is_ahead in (False, True):
+        policy = DraftPolicy(probed_cost(CPU_DFLASH), (1, 4, 7), is_ahead=is_ahead)
+        chat = refused(15)
+        Simulation(CPU_DFLASH, policy).run([chat])
+        rounds[is_ahead] = chat.num_rounds
+    assert 1 <= rounds[False] < rounds[True]
 
 
 def test_chats_of_one_batch_get_what_each_deserves() -> None:

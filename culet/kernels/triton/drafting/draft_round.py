@@ -46,13 +46,14 @@ def _newest_kernel(tokens, slots, lengths, newest, num_rows, width, BLOCK: tl.co
 def _keep_drafts_kernel(
     tokens, slots, lengths, drafts, num_all, width, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Store the drafts of all rows. `drafts` has them one after another."""
+    """Store the drafts of all rows, or token 0 for those below 0. `drafts` has them one after another."""
     enter(PDL)
     draft = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = draft < num_all
     row = draft // K
     place = tl.load(slots + row, mask=inside, other=0) * width + tl.load(lengths + row, mask=inside, other=0)
-    tl.store(tokens + place + 1 + draft % K, tl.load(drafts + draft, mask=inside, other=0).to(tl.int32), mask=inside)
+    kept = tl.load(drafts + draft, mask=inside, other=0)
+    tl.store(tokens + place + 1 + draft % K, tl.maximum(kept, 0).to(tl.int32), mask=inside)
 
 
 @triton.jit
@@ -252,7 +253,10 @@ def newest_tokens(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor) -> Tensor
 
 
 def keep_drafts(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor, drafts_RK: Tensor) -> None:
-    """Store drafts after the newest token, as tokens[slot, length + 1 + k] = drafts[r, k]. `tokens_SL` is int32."""
+    """Store drafts after the newest token, as tokens[slot, length + 1 + k] = drafts[r, k], or token 0 if that is below 0.
+
+    `tokens_SL` is int32.
+    """
     if drafts_RK.numel():
         describe_keep_drafts(tokens_SL, slot_R, length_R, drafts_RK.contiguous(), uses_pdl(tokens_SL.device)).run()
 

@@ -1,0 +1,186 @@
+"""Sessions of an agent: tools, a long history, and a tool result in every turn. Each turn's prompt begins like the last one.
+
+All sessions share their system message and tools and have histories of their own. Turns of different sessions are interleaved,
+so a server must keep the prefixes of all of them. The same turns are then sent again with a `cache_salt` of their own each. The
+server finds nothing for them, as if its cache were off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any
+
+from culet.bench.serve.client import WORDS, Answer, Client, Load, Prompt
+from culet.errors import ConfigError
+
+MESSAGE_WORDS = 400  # of each message in the history
+
+
+@dataclass(frozen=True)
+class AgentLoad:
+    """How long the sessions are."""
+
+    history_lens: tuple[int, ...] = (20_000, 60_000, 120_000)  # tokens before the first turn
+    num_sessions: int = 10
+    num_turns: int = 5
+    result_len: int = 500  # tokens of each tool result
+    num_tools: int = 12
+    output_len: int = 100
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The answers to one turn in all sessions, with the cache and without it."""
+
+    history_len: int
+    number: int  # from 1
+    cached: Sequence[Answer]
+    uncached: Sequence[Answer]
+
+    def figures(self) -> dict[str, Any]:
+        num_prompt = sum(answer.input_len for answer in self.cached)
+        with_cache, without = (median(answer.ttft_s for answer in answers) for answers in (self.cached, self.uncached))
+        return {
+            "history_len": self.history_len,
+            "turn": self.number,
+            "mean_prompt_tokens": fmean(answer.input_len for answer in self.cached),
+            "prefix_cache_hit_rate": 100 * sum(answer.num_cached for answer in self.cached) / max(1, num_prompt),
+            "uncached_hit_tokens": sum(answer.num_cached for answer in self.uncached),
+            "median_ttft_ms": 1e3 * with_cache,
+            "median_uncached_ttft_ms": 1e3 * without,
+            "speedup": without / with_cache,
+        }
+
+
+class Session:
+    """One conversation of an agent, which grows by an answer, a tool call and a result in each turn."""
+
+    def __init__(self, agent: AgentLoad, history_len: int, seed: str) -> None:
+        self._random = random.Random(seed)
+        self._agent = agent
+        self._num_calls = 0
+        self.messages: list[dict[str, Any]] = [
+            {"role": "system", "content": _say(random.Random(0), min(MESSAGE_WORDS, history_len))}
+        ]
+        num_words = 0
+        while num_words < history_len:
+            count = min(MESSAGE_WORDS, history_len - num_words)
+            self.messages.append({"role": "user", "content": self._say(count)})
+            num_words += count
+            if num_words < history_len:  # the last message is the user's, and the first turn answers it
+                count = min(MESSAGE_WORDS, history_len - num_words)
+                self._call("", count)
+                self.messages.append({"role": "assistant", "content": "Done."})
+                num_words += count
+
+    def _say(self, num_words: int) -> str:
+        return _say(self._random, num_words)
+
+    def _call(self, text: str, num_words: int) -> None:
+        """Append an answer that calls a tool, and the tool's result."""
+        self._num_calls += 1
+        name = f"tool_{self._random.randrange(self._agent.num_tools)}"
+        arguments = json.dumps({"query": self._say(5)})
+        call = {"id": f"call_{self._num_calls}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        self.messages.append({"role": "assistant", "content": text, "tool_calls": [call]})
+        self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": self._say(num_words)})
+
+    def take(self, answer: Answer) -> None:
+        """Go on with the model's answer. The next prompt has a tool result after it."""
+        self._call(answer.text, self._agent.result_len)
+
+
+def _say(random_: random.Random, num_words: int) -> str:
+    return " ".join(random_.choices(WORDS, k=num_words))
+
+
+def make_tools(num_tools: int) -> list[dict[str, Any]]:
+    """Return declarations of tools that take a text and a number."""
+    random_ = random.Random(1)
+    properties = {
+        "query": {"type": "string", "description": _say(random_, 12)},
+        "limit": {"type": "integer", "description": _say(random_, 12)},
+    }
+    parameters = {"type": "object", "properties": properties, "required": ["query"]}
+    return [
+        {"type": "function", "function": {"name": f"tool_{number}", "description": _say(random_, 40), "parameters": parameters}}
+        for number in range(num_tools)
+    ]
+
+
+async def run_agent(load: Load, agent: AgentLoad, report: Callable[[int], None] = lambda done: None) -> list[Turn]:
+    """Run all sessions and return their turns. Calls `report` with the number of finished requests."""
+    client = Client(replace(load, is_chat=True))
+    try:
+        model = await client.check()
+        runner = _Runner(client, model, load, agent, report)
+        return [turn for history_len in agent.history_lens for turn in await runner.run(history_len)]
+    finally:
+        await client.close()
+
+
+class _Runner:
+    def __init__(self, client: Client, model: str, load: Load, agent: AgentLoad, report: Callable[[int], None]) -> None:
+        self._client, self._model, self._load, self._agent, self._report = client, model, load, agent, report
+        self._limit = asyncio.Semaphore(load.max_concurrency or 1)
+        self._tools = make_tools(agent.num_tools)
+        self._num_done = 0
+
+    async def run(self, history_len: int) -> list[Turn]:
+        """Run the sessions with a history of this length."""
+        load, agent = self._load, self._agent
+        seeds = [f"{load.seed} {history_len} {number}" for number in range(agent.num_sessions)]
+        sessions = [Session(agent, history_len, seed) for seed in seeds]
+        prompts: list[list[Prompt]] = []
+        cached = []
+        for _ in range(agent.num_turns):
+            prompts.append([self._prompt(session.messages) for session in sessions])
+            cached.append(await self._ask_all(prompts[-1]))
+            for session, answer in zip(sessions, cached[-1], strict=True):
+                session.take(answer)
+        turns = []
+        for number, (asked, answers) in enumerate(zip(prompts, cached, strict=True), 1):
+            salted = [
+                replace(prompt, fields={**prompt.fields, "cache_salt": f"agent {seed} {number}"})
+                for prompt, seed in zip(asked, seeds, strict=True)
+            ]
+            turns.append(Turn(history_len, number, answers, await self._ask_all(salted)))
+        return turns
+
+    def _prompt(self, messages: Sequence[dict[str, Any]]) -> Prompt:
+        return Prompt(list(messages), 0, self._agent.output_len, {"tools": self._tools})
+
+    async def _ask_all(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        return list(await asyncio.gather(*(self._ask(prompt) for prompt in prompts)))
+
+    async def _ask(self, prompt: Prompt) -> Answer:
+        async with self._limit:
+            answer = await self._client.ask(prompt, self._model)
+        if answer.error:
+            raise ConfigError(f"a request failed: {answer.error}", hint="lower --agent-history, or check the server's log")
+        self._num_done += 1
+        self._report(self._num_done)
+        return answer
+
+
+def agent_block(turns: Sequence[Mapping[str, Any]]) -> str:
+    """Format the figures of all turns as a table."""
+    head = ("history", "turn", "prompt tokens", "hit rate %", "TTFT ms", "without cache ms", "speed-up")
+    lines = ["".join(f"{name:>18}" for name in head)]
+    for turn in turns:
+        cells = (
+            str(turn["history_len"]),
+            str(turn["turn"]),
+            f"{turn['mean_prompt_tokens']:.0f}",
+            f"{turn['prefix_cache_hit_rate']:.1f}",
+            f"{turn['median_ttft_ms']:.1f}",
+            f"{turn['median_uncached_ttft_ms']:.1f}",
+            f"{turn['speedup']:.2f}",
+        )
+        lines.append("".join(f"{cell:>18}" for cell in cells))
+    return "\n".join(lines)

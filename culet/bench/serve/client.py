@@ -1,0 +1,231 @@
+"""Send requests to a server with OpenAI's API, stream the answers and time every event."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from culet.errors import ConfigError
+
+# Plain words that are one token in most tokenizers.
+WORDS = """
+time year people way day man thing woman life child world school state family student group country problem hand part
+place case week company system program question work government number night point home water room mother area money
+story fact month lot right study book eye job word business issue side kind head house service friend father power
+hour game line end member law car city community name president team minute idea body information back parent face
+level office door health person art war history
+""".split()  # noqa: SIM905 (a list of quoted words would take four times the lines)
+_POOL_WORDS = 256  # fits any context length
+_COUNTERS = {
+    "prompt_tokens": "vllm:prefix_cache_queries_total",
+    "cached_tokens": "vllm:prefix_cache_hits_total",
+    "drafts": "vllm:spec_decode_num_drafts_total",
+    "draft_tokens": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests to send, and when."""
+
+    base_url: str
+    model: str
+    is_chat: bool = False
+    num_prompts: int = 200
+    input_len: int = 1024
+    output_len: int = 128
+    range_ratio: float = 0.0  # lengths are drawn between (1 - r) and (1 + r) times these
+    prefix_len: int = 0  # tokens that all prompts share at the start
+    request_rate: float = float("inf")  # per second
+    burstiness: float = 1.0  # 1 is Poisson; lower is burstier
+    max_concurrency: int | None = None
+    num_chats: int = 0  # chats that run all the time, besides the prompts
+    chat_len: int = 100  # tokens of a chat's prompt
+    chat_output_len: int = 1000  # tokens of its answer. Then it begins again.
+    num_warmups: int = 1
+    ignore_eos: bool = True
+    temperature: float | None = 0.0
+    seed: int = 0
+    api_key: str = ""
+    timeout_s: float = 3600.0
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
+
+
+@dataclass
+class Answer:
+    """A request as its client saw it."""
+
+    input_len: int
+    error: str = ""
+    ttft_s: float = 0.0
+    latency_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    output_len: int = 0
+    started_at: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+    num_cached: int = 0  # prompt tokens that the server found in its prefix cache, if it says so
+    text: str = ""  # only of chats
+
+    @property
+    def is_good(self) -> bool:
+        return not self.error
+
+    @property
+    def per_token_s(self) -> float:
+        """Mean time per token after the first."""
+        return (self.latency_s - self.ttft_s) / max(1, self.output_len - 1)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt of a request: token ids if the server accepts them, text, or the messages of a chat."""
+
+    content: str | list[int] | list[dict[str, Any]]
+    input_len: int
+    output_len: int
+    fields: Mapping[str, Any] = field(default_factory=dict)  # further fields of this request
+
+
+class Client:
+    """Sends requests to a server."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        headers = {"authorization": f"Bearer {load.api_key}"} if load.api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.max_concurrency or 4096)
+        self.http = httpx.AsyncClient(
+            base_url=load.base_url.rstrip("/"),
+            headers=headers,
+            timeout=httpx.Timeout(load.timeout_s, connect=30),
+            limits=limits,
+        )
+
+    async def check(self) -> str:
+        """Return the model to request. Raise if the server does not answer."""
+        try:
+            answer = await self.http.get("/v1/models")
+            answer.raise_for_status()
+            names = [entry["id"] for entry in answer.json()["data"]]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.load.base_url}: GET /v1/models failed: {error or type(error).__name__}",
+                hint="start a server, or pass the address of one with --base-url",
+            ) from error
+        if self.load.model and self.load.model not in names:
+            raise ConfigError(f"model: the server does not serve {self.load.model!r}", hint=f"use one of: {', '.join(names)}")
+        return self.load.model or names[0]
+
+    async def pool(self) -> list[int]:
+        """Return the token ids of plain words in the server's vocabulary, or [] if it has no /tokenize."""
+        words = random.Random(0).choices(WORDS, k=_POOL_WORDS)
+        try:
+            answer = await self.http.post("/tokenize", json={"prompt": " ".join(words), "add_special_tokens": False})
+            answer.raise_for_status()
+            return [int(token_id) for token_id in answer.json()["tokens"]]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return []
+
+    async def counters(self) -> dict[str, float]:
+        """Return the counters of prefix reuse and drafting since the server started. Those it does not have are missing."""
+        try:
+            text = (await self.http.get("/metrics")).text
+        except httpx.HTTPError:
+            return {}
+        counters: dict[str, float] = {}
+        for line in text.splitlines():
+            for key, name in _COUNTERS.items():
+                if line.startswith(name) and line[len(name) : len(name) + 1] in ("{", " "):
+                    counters[key] = counters.get(key, 0.0) + float(line.rsplit(" ", 1)[1])
+        return counters
+
+    async def ask(self, prompt: Prompt, model: str, answer: Answer | None = None) -> Answer:
+        """Send a request and time its events, in `answer` if it is given, which then shows how far the request is."""
+        load = self.load
+        answer = Answer(prompt.input_len) if answer is None else answer
+        body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+        body["max_tokens"] = prompt.output_len
+        if load.temperature is not None:
+            body["temperature"] = load.temperature
+        if load.ignore_eos:
+            body["ignore_eos"] = True
+        if load.is_chat:
+            content = prompt.content
+            is_messages = isinstance(content, list) and bool(content) and isinstance(content[0], dict)
+            body["messages"] = content if is_messages else [{"role": "user", "content": content}]
+        else:
+            body["prompt"] = prompt.content
+        path = "/v1/chat/completions" if load.is_chat else "/v1/completions"
+        answer.started_at = time.perf_counter()
+        try:
+            async with self.http.stream("POST", path, json={**body, **load.extra, **prompt.fields}) as response:
+                if response.status_code != 200:
+                    text = (await response.aread()).decode(errors="replace")
+                    answer.error = f"HTTP {response.status_code}: {text[:300]}"
+                    return answer
+                await self._read(response, answer)
+        except httpx.HTTPError as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        return answer
+
+    async def _read(self, response: httpx.Response, answer: Answer) -> None:
+        last = answer.started_at
+        usage: dict[str, Any] = {}
+        async for event in _events(response):
+            if event.get("error"):
+                answer.error = str(event["error"])[:300]
+                return
+            usage = event.get("usage") or usage
+            if not _has_text(event):
+                continue
+            now = time.perf_counter()
+            if not answer.token_times:
+                answer.ttft_s = now - answer.started_at
+            else:
+                answer.gaps_s.append(now - last)
+            answer.token_times.append(now)
+            answer.text += _text_of(event)
+            last = now
+        answer.latency_s = last - answer.started_at
+        answer.output_len = int(usage.get("completion_tokens") or len(answer.token_times))
+        answer.input_len = int(usage.get("prompt_tokens") or answer.input_len)
+        answer.num_cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        if not answer.token_times and not answer.output_len:
+            answer.error = "the answer was empty"
+        elif not answer.token_times:
+            answer.latency_s = answer.ttft_s = time.perf_counter() - answer.started_at
+
+    async def close(self) -> None:
+        await self.http.aclose()
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """Yield the data of each server-sent event as it arrives."""
+    rest = b""
+    async for piece in response.aiter_raw():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and line[6:].strip() != b"[DONE]":
+                yield json.loads(line[6:])
+
+
+def _has_text(event: Mapping[str, Any]) -> bool:
+    """Return whether an event has a part of the answer."""
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta") or {}
+        if choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"):
+            return True
+        if delta.get("tool_calls"):
+            return True
+    return False
+
+
+def _text_of(event: Mapping[str, Any]) -> str:
+    """Return the text of a chat's event."""
+    return "".join((choice.get("delta") or {}).get("content") or "" for choice in event.get("choices") or ())

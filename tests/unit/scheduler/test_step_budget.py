@@ -1,0 +1,153 @@
+"""Chunks of prompts follow measured step times, so that running answers do not stop while a long prompt is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from culet.config import ScheduleConfig
+from culet.errors import ConfigError
+from culet.scheduler.budget import MIN_STEP, StepBudget
+from culet.scheduler.scheduler import Scheduler
+from culet.types import Drawn, MediaSpan, Request, StepPlan, StepResult
+from tests.engine.scheduler.drive import make_layout, make_request
+
+LAYOUT = make_layout((1024, 64), (None, 256))
+NUM_CHATS, NUM_PROMPTS, PROMPT_LEN = 31, 30, 8000
+
+
+def cost(num_tokens: int) -> float:
+    """Return the seconds of a step of the 31B on an H200: 22 ms for a decode step, and 774 ms for 8192 tokens."""
+    return 0.004 + max(0.018, num_tokens * 94e-6)
+
+
+@dataclass
+class Simulation:
+    """What clients see of a scheduler whose steps take the time of `cost`."""
+
+    gaps: list[float]  # seconds between two tokens of a chat
+    first_tokens: list[float]  # seconds from the arrival of a prompt to its first token
+    num_tokens: int  # of prompts and answers, until the last prompt was answered
+    seconds: float
+
+    def percentile(self, share: float) -> float:
+        return sorted(self.gaps)[int(share * (len(self.gaps) - 1))]
+
+    @property
+    def throughput(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def answer(plan: StepPlan) -> StepResult:
+    drawn = tuple(Drawn(slot, (5,), (), 0) for row in plan.rows for slot in row.draw_slots)
+    return StepResult(plan.step_id, drawn, {})
+
+
+def request(name: str, first: int, prompt_len: int, max_tokens: int) -> Request:
+    return make_request(name, [first, *[7] * (prompt_len - 1)], max_tokens, stop=False)
+
+
+def simulate(budget: int, max_step_ms: int, num_prompts: int = NUM_PROMPTS) -> Simulation:
+    """Run chats, and let a long prompt arrive every second."""
+    clock = Clock()
+    scheduler = Scheduler(
+        LAYOUT,
+        20_000,
+        ScheduleConfig(64, budget, max_step_ms=max_step_ms),
+        max_model_len=20_000,
+        prefix_caching=False,
+        clock=clock,
+    )
+    for number in range(NUM_CHATS):
+        scheduler.add(request(f"chat {number}", number, 100, 10_000))
+    while scheduler.stats().counters.step_tokens < NUM_CHATS * 101:  # until all chats decode
+        scheduler.apply(answer(scheduler.schedule()))  # type: ignore[arg-type]
+        clock.now += cost(NUM_CHATS)
+    scheduler.deltas()
+    begin, before, last, gaps, firsts, arrived = clock.now, scheduler.stats().counters.step_tokens, {}, [], {}, 0
+    while len(firsts) < num_prompts:
+        while arrived < num_prompts and begin + arrived <= clock.now:
+            scheduler.add(request(f"prompt {arrived}", 100 + arrived, PROMPT_LEN, 16))
+            arrived += 1
+        plan = scheduler.schedule()
+        assert plan is not None
+        clock.now += cost(plan.num_tokens)
+        scheduler.apply(answer(plan))
+        for delta in scheduler.deltas():
+            kind, number = delta.request_id.split()
+            if kind == "prompt":
+                firsts.setdefault(number, clock.now - begin - int(number))
+            else:
+                gaps += [clock.now - last[number]] if number in last else []
+                last[number] = clock.now
+    num_tokens = scheduler.stats().counters.step_tokens - before
+    return Simulation(gaps, list(firsts.values()), num_tokens, clock.now - begin)
+
+
+def test_chats_do_not_stop_while_long_prompts_arrive() -> None:
+    """31 chats run while a prompt of 8,000 tokens arrives every second."""
+    fixed, followed = simulate(8192, 0), simulate(8192, 100)
+    assert fixed.percentile(0.99) > 0.7
+    assert followed.percentile(0.99) <= 0.120
+    assert followed.throughput >= 0.95 * fixed.throughput
+
+
+def test_without_running_answers_chunks_are_as_long_as_the_budget() -> None:
+    scheduler = Scheduler(LAYOUT, 2000, ScheduleConfig(64, 8192, max_step_ms=1), max_model_len=20_000, clock=Clock())
+    scheduler.add(request("a", 1, 10_000, 2))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.num_tokens == 8192
+
+
+@pytest.mark.parametrize("base_s", [0.0, 0.02, 0.09])
+def test_the_number_of_tokens_settles_where_a_step_takes_its_time(base_s: float) -> None:
+    budget = StepBudget(8192, 0.1)
+    for _ in range(60):
+        num_tokens = int(budget._num_tokens)
+        budget.took(num_tokens, base_s + num_tokens * 2e-5)
+    assert base_s + budget._num_tokens * 2e-5 == pytest.approx(0.1, rel=0.05)
+
+
+def test_a_slow_step_halves_the_number_at_most_and_few_tokens_say_nothing() -> None:
+    budget = StepBudget(8192, 0.1)
+    budget.took(1024, 0.1)
+    budget.took(1024, 30.0)
+    assert budget._num_tokens == 512
+    for _ in range(5):
+        budget.took(1024, 30.0)
+    assert budget._num_tokens == MIN_STEP
+    budget.took(MIN_STEP - 1, 1e-4)
+    assert budget._num_tokens == MIN_STEP
+
+
+def test_an_image_larger_than_the_chunk_is_computed_as_a_whole() -> None:
+    clock = Clock()
+    scheduler = Scheduler(LAYOUT, 2000, ScheduleConfig(8, 4096, max_step_ms=1), max_model_len=20_000, clock=clock)
+    scheduler.add(request("chat", 1, 100, 1000))
+    scheduler.apply(answer(scheduler.schedule()))  # type: ignore[arg-type]
+    image = replace(request("image", 2, 3000, 4), media=(MediaSpan(10, 2000, b"cat"),))
+    scheduler.add(image)
+    sizes = []
+    while not any(delta.request_id == "image" for delta in scheduler.deltas()):
+        plan = scheduler.schedule()
+        assert plan is not None
+        sizes.append(plan.num_tokens)
+        clock.now += 1.0
+        scheduler.apply(answer(plan))
+    assert 2001 in sizes
+    assert max(sizes) < 3000
+
+
+def test_a_negative_time_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max-step-ms: got -1"):
+        ScheduleConfig(max_step_ms=-1)
