@@ -25,7 +25,7 @@ from culet.scheduler.sequence import Acceptance
 from culet.scheduler.stats import Counters
 from culet.scheduler.step_cost import StepCost
 
-_GPU_TOKEN_S, _CPU_TOKEN_S = 4e-7, 4e-5  # per token and layer
+_GPU_TOKEN_S, _CPU_TOKEN_S = 4e-7, 1e-4  # per token and layer
 # Unless rounds are planned ahead, the host waits for the accepted counts before it launches the next step. Measured on an H200.
 _GPU_WAIT_S, _GPU_WAIT_PER_SEQ_S = 2.5e-4, 3e-5
 

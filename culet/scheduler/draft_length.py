@@ -54,9 +54,6 @@ class DraftLengths(Protocol):
         """Record the time of a decode-only step in which `num_drafting` sequences had up to `num_drafts` drafts."""
 
 
-Shape = tuple[int, int, int]  # (sequences, sequences with drafts, most drafts of one) of a step that only decodes
-
-
 class DraftPolicy:
     """Chooses the lengths that yield the most tokens per second."""
 

@@ -248,6 +248,7 @@ def test_greedy_output_after_preemption_and_cancels(shape: str, method: str, mon
             heard.setdefault(delta.request_id, []).extend(delta.token_ids)
         steps += 1
         if steps == 25:
+            num_left = ALL.max_tokens - len(heard.get(str(CROSSING[1]), ()))  # none with suffix drafts in 31B
             engine.cancel(str(CROSSING[1]))
     expected = plain(shape) | plain(shape, CROSSING)
     for name, tokens in heard.items():
@@ -255,7 +256,8 @@ def test_greedy_output_after_preemption_and_cancels(shape: str, method: str, mon
         assert len(tokens) == ALL.max_tokens or name == str(CROSSING[1])
     stats = engine.stats()
     assert stats.counters.preemptions
-    assert stats.counters.cancelled == 1
+    assert stats.counters.cancelled == (num_left > 0)
+    assert num_left > 0 or (shape, method) == ("31B", "suffix")
     assert stats.num_free_pages + stats.num_resume_point_pages == stats.num_pages
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import refused_drafts
+from benchmarks.drafting import refused_drafts
 from culet import LLM, SamplingParams
 from culet.models import embedded
 from culet.types import Logprobs

@@ -118,7 +118,7 @@ def test_fp8_cache(choice: str) -> None:
     params = dataclasses.replace(GREEDY, max_tokens=1, logprobs=5)
     wanted = plain.generate(prompts_of(), params)
     slab = plain.engine._worker.pool.layout.slab_bytes
-    llm = make("31B", kv_cache_dtype=choice, kv_cache_memory_bytes=12 * slab, max_num_batched_tokens=33, max_model_len=160)
+    llm = make("31B", kv_cache_dtype=choice, kv_cache_memory_bytes=20 * slab, max_num_batched_tokens=33, max_model_len=160)
     for _ in range(2):
         got = llm.generate(prompts_of(), params)
         for mine, theirs in zip(got, wanted, strict=True):

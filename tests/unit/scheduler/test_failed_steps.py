@@ -11,7 +11,7 @@ import pytest
 from culet.config import build_config
 from culet.engine.engine import Engine
 from culet.errors import InternalError
-from culet.scheduler import scheduler
+from culet.scheduler import budget
 from culet.scheduler.budget import share_budget
 from culet.testing.tiny import write_checkpoint
 from culet.types import FinishReason, SamplingParams, TokenDelta
@@ -101,7 +101,7 @@ def test_running_requests_that_are_not_in_the_step_are_computed_again(folder: Pa
     fail_launch(engine, monkeypatch, 1)
     with monkeypatch.context() as patch:
         patch.setattr(engine._scheduler, "_drafts_to_continue", lambda *, is_open: None)
-        patch.setattr(scheduler, "share_budget", lambda ready, budget: share_budget(list(ready)[:1], budget))
+        patch.setattr(budget, "share_budget", lambda ready, num_tokens: share_budget(list(ready)[:1], num_tokens))
         with pytest.raises(InternalError):
             engine.step()
     tokens, failed = run(engine)

@@ -1,7 +1,7 @@
 """Alternate chats that draft well with chats that draft badly, and measure whether one kind slows down the other.
 
-    python benchmarks/mixed_drafts.py                       # the built-in model, both drafters, 1 and 8 chats at a time
-    python benchmarks/mixed_drafts.py --runs 1 --drafters mtp=assistant --num-seqs 1
+    python benchmarks/drafting/mixed_drafts.py  # the built-in model, both drafters, 1 and 8 chats at a time
+    python benchmarks/drafting/mixed_drafts.py --runs 1 --drafters mtp=assistant --num-seqs 1
 
 There are 40 chats, alternately good and bad. They run one after the other or in groups of eight. Good chats are the built-in
 model's questions, answered to the end. Bad chats continue past the end of such an answer (`ignore_eos`). Three engines take
@@ -32,7 +32,7 @@ from refused_drafts import Answering, add_options, draft_choice, engine_settings
 
 from culet import LLM, SamplingParams
 
-QUESTIONS = Path(__file__).parents[1] / "training" / "questions"
+QUESTIONS = Path(__file__).parents[2] / "training" / "questions"
 NUM_CHATS = 40
 ALL_STEPS = 1 << 30
 

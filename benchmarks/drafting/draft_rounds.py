@@ -1,6 +1,6 @@
 """Measure the cost of draft rounds at real dimensions, with random weights.
 
-    python benchmarks/draft_rounds.py 31B E4B 26B-A4B --out benchmarks/results/draft_rounds_h200.json
+    python benchmarks/drafting/draft_rounds.py 31B E4B 26B-A4B --out benchmarks/results/draft_rounds_h200.json
 
 This script produces the speeds of MTP at real dimensions in docs/results.md and docs/concepts/speculation.md. It runs
 `culet bench draft` for several models and forces two of three drafts to be accepted.

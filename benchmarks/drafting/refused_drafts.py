@@ -1,7 +1,7 @@
 """Measure the worst case for a drafter: how much of the plain speed an engine keeps if no draft is ever accepted.
 
-    python benchmarks/refused_drafts.py                       # the built-in model, both drafters, 1 and 8 chats
-    python benchmarks/refused_drafts.py random:E4B --drafters mtp=random: --num-seqs 1
+    python benchmarks/drafting/refused_drafts.py                       # the built-in model, both drafters, 1 and 8 chats
+    python benchmarks/drafting/refused_drafts.py random:E4B --drafters mtp=random: --num-seqs 1
 
 Every verify rejects all its drafts (`Runner.force_accepted`). All work is still done, and the policy decides as usual. The
 engines take turns on the same prompts, a few steps each, so that other load on the machine affects both. On a busy CPU,

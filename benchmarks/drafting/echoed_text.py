@@ -1,7 +1,7 @@
 """Measure suffix drafting on text that repeats the prompt or itself, and on other text, relative to no drafter.
 
-    python benchmarks/echoed_text.py                        # the built-in model, suffix drafting alone
-    python benchmarks/echoed_text.py --choice '{"method": "mtp", "model": "random:", "suffix": true}'
+    python benchmarks/drafting/echoed_text.py                        # the built-in model, suffix drafting alone
+    python benchmarks/drafting/echoed_text.py --choice '{"method": "mtp", "model": "random:", "suffix": true}'
 
 Chats that ask to repeat a sentence give echoed text. They continue past the end of the answer (`ignore_eos`). Questions that
 are answered at temperature 1 with fixed seeds give other text. Both engines take turns, chat by chat, so that other load on the
