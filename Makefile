@@ -3,8 +3,8 @@ VENV ?= .venv
 PYTHON ?= python3
 export PYTHON
 BIN = $(VENV)/bin
-# The tests' tensors are small, so one thread per process is fastest. Tests of servers often wait, so three processes suit two cores.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
+# The tests' tensors are small, so one thread per process is fastest. Tests of servers often wait, so four processes suit two cores.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile
 
 .PHONY: help run test test-all test-clients lint format reference site clean
 

@@ -7,10 +7,16 @@ process imported it from, and inherit only the absolute entries of PYTHONPATH.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 _FOLDER = str(Path(__file__).resolve().parents[1])  # where this culet is imported from
 # Arguments: the folder of culet, the module to run, and the module's own arguments. The folder goes last on the path, where it
 # hides nothing. The package itself is loaded by its file name.
@@ -32,6 +38,36 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 def python_command(module: str, *arguments: str) -> list[str]:
     """Return the command line that runs a module of Culet as a program. Start it with `child_environment`."""
     return [sys.executable, "-P", "-c", _MAIN, _FOLDER, module, *arguments]
+
+
+def start_bound_process(module: str, descriptor: int) -> subprocess.Popen[bytes]:
+    """Run a module of Culet as a program that gets `descriptor`, also as its argument. It may bind itself to this process.
+
+    See `end_with_parent`. For the kernel, the parent is the thread that starts a process, so a thread that lives as long as
+    this process starts it.
+    """
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            python_command(module, str(descriptor)),
+            env=child_environment(),
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C goes to this process, which then ends the other
+        )
+
+    return _starter().submit(start).result()
+
+
+@cache
+def _starter() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="starter")
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, even if this process is stopped. Only Linux can do this."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def child_environment() -> dict[str, str]:

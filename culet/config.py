@@ -228,18 +228,22 @@ class DraftConfig:
         return None if self.speculative_config is None else read_draft_choice(self.speculative_config)
 
 
+NCCL = "nccl"
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """How many GPUs share one model."""
 
-    tensor_parallel_size: int = option(1, "Number of GPUs that share each layer.")
+    tensor_parallel_size: int = option(1, "Number of GPUs, or processes on a CPU, that share each layer; not for E2B and E4B.")
+    all_reduce: str = option(
+        "auto",
+        "How GPUs add their sums: auto (symmetric memory where a test at start is right, otherwise NCCL) or nccl.",
+        choices=("auto", NCCL),
+    )
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor-parallel-size: got {self.tensor_parallel_size}, but this version supports only one GPU",
-                hint="omit the flag; to use several GPUs, run one server per GPU",
-            )
+        _positive(self, "tensor_parallel_size")
 
 
 MEDIA_KINDS = ("image", "video", "audio")
@@ -267,6 +271,10 @@ class MediaConfig:
     )
     max_media_bytes: int = option(
         1 << 30, "Maximum size of the decoded images, video and audio of all requests; further ones are refused."
+    )
+    allowed_media_domains: str = option(
+        "",
+        "Hosts from which URLs of images, video and audio may be fetched (https only), separated by commas; none by default.",
     )
     image_mask: str = option(
         "trained",
@@ -397,6 +405,12 @@ class ServeConfig:
         3, "How many times to restart an engine that died, within engine-restart-window; after that the server exits."
     )
     engine_restart_window: float = option(600.0, "Time in which max-engine-restarts restarts are allowed, in seconds.")
+    data_parallel_size: int = option(
+        1, "Number of engines, each with its own copy of the model on its own GPU, or its share of the CPU's threads."
+    )
+    kv_events_config: str | None = option(
+        None, "Publish over ZMQ which prompts the engine can resume, for routers: a JSON object with vLLM's keys."
+    )
     limits: str = option("", "Limits per request and client, as in n=4,body_mb=64; the serving guide lists them.")
     log_format: str = option("text", "Format of the log.", choices=("text", "json"))
     log_requests: bool = option(True, "Log one line per request.", flag="--log-requests/--no-log-requests")
@@ -408,7 +422,7 @@ class ServeConfig:
                 raise ConfigError(f"{name.replace('_', '-')}: got {value}, expected a number of seconds up to {MAX_SECONDS}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port: got {self.port}, expected a number from 0 to 65535")
-        _positive(self, "text_workers")
+        _positive(self, "text_workers", "data_parallel_size")
         if self.max_engine_restarts < 0:
             raise ConfigError(f"max-engine-restarts: got {self.max_engine_restarts}, expected 0 or more")
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_keyfile_password):

@@ -10,6 +10,7 @@ from culet.errors import InternalError
 
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 1 << 28  # far above the longest prompt
+_EMPTY_BYTES, _BYTES_32 = b"\xc4\x00", b"\xc6"  # msgpack's empty byte string, and what comes before a length of 32 bits
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -18,6 +19,19 @@ def frame(message: Any) -> bytearray:
     buffer = bytearray(LENGTH_BYTES)
     _encoder.encode_into(message, buffer, LENGTH_BYTES)
     buffer[:LENGTH_BYTES] = (len(buffer) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "big")
+    return buffer
+
+
+def frame_head(message: Any, num_bytes: int) -> bytearray:
+    """Return the beginning of a frame, whose last `num_bytes` are content that need not be copied.
+
+    The content is a byte string, the last value of `message`, and must be empty there.
+    """
+    buffer = frame(message)
+    if not buffer.endswith(_EMPTY_BYTES):
+        raise InternalError(f"the last value of {type(message).__name__} is not an empty byte string")
+    buffer[-len(_EMPTY_BYTES) :] = _BYTES_32 + num_bytes.to_bytes(4, "big")
+    buffer[:LENGTH_BYTES] = (len(buffer) - LENGTH_BYTES + num_bytes).to_bytes(LENGTH_BYTES, "big")
     return buffer
 
 

@@ -90,36 +90,49 @@ ASSUMED_CAPABILITY, ASSUMED_MULTIPROCESSORS = HOPPER, 132
 
 
 @dataclass(frozen=True)
+class Link:
+    """How the GPUs of a machine are connected, and its rate in one direction, from data sheets."""
+
+    name: str
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
 class Gpu:
     """A device to plan for."""
 
     name: str
     arch: Arch
     memory_bytes: int
+    link: Link | None = None  # to other GPUs of the machine, or None if it is not known
 
 
-def _gpu(name: str, capability: int, gib: float) -> Gpu:
-    return Gpu(name, ARCHS[f"sm_{capability}"], int(gib * GIB))
+PCIE_4, PCIE_5 = Link("PCIe 4 x16", 32e9), Link("PCIe 5 x16", 64e9)
+NVLINK_3, NVLINK_4, NVLINK_5 = Link("NVLink 3", 300e9), Link("NVLink 4", 450e9), Link("NVLink 5", 900e9)
+
+
+def _gpu(name: str, capability: int, gib: float, link: Link) -> Gpu:
+    return Gpu(name, ARCHS[f"sm_{capability}"], int(gib * GIB), link)
 
 
 # Memory as CUDA reports it, rounded down. It is less than the advertised size.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("a100", AMPERE, 79.1),
-        _gpu("a100-40gb", AMPERE, 39.3),
-        _gpu("a40", AMPERE_RTX, 44.3),
-        _gpu("rtx3090", AMPERE_RTX, 23.6),
-        _gpu("rtx4070", ADA, 11.6),
-        _gpu("rtx4080", ADA, 15.6),
-        _gpu("l4", ADA, 22.0),
-        _gpu("l40s", ADA, 44.3),
-        _gpu("rtx4090", ADA, 23.5),
-        _gpu("h100", HOPPER, 79.1),
-        _gpu("h200", HOPPER, 139.7),
-        _gpu("b200", BLACKWELL, 178.3),
-        _gpu("rtx5090", BLACKWELL_RTX, 31.3),
-        _gpu("rtxpro6000", BLACKWELL_RTX, 94.9),
+        _gpu("a100", AMPERE, 79.1, NVLINK_3),
+        _gpu("a100-40gb", AMPERE, 39.3, NVLINK_3),
+        _gpu("a40", AMPERE_RTX, 44.3, PCIE_4),
+        _gpu("rtx3090", AMPERE_RTX, 23.6, PCIE_4),
+        _gpu("rtx4070", ADA, 11.6, PCIE_4),
+        _gpu("rtx4080", ADA, 15.6, PCIE_4),
+        _gpu("l4", ADA, 22.0, PCIE_4),
+        _gpu("l40s", ADA, 44.3, PCIE_4),
+        _gpu("rtx4090", ADA, 23.5, PCIE_4),
+        _gpu("h100", HOPPER, 79.1, NVLINK_4),
+        _gpu("h200", HOPPER, 139.7, NVLINK_4),
+        _gpu("b200", BLACKWELL, 178.3, NVLINK_5),
+        _gpu("rtx5090", BLACKWELL_RTX, 31.3, PCIE_5),
+        _gpu("rtxpro6000", BLACKWELL_RTX, 94.9, PCIE_5),
     )
 }
 

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # The files that take longest start first, so that no process is left with a long one at the end.
 LONGEST_FIRST = (
+    "tests/parallel/test_ranks.py",
     "tests/engine/llm/test_llm.py",
     "tests/engine/drafting/test_round_kernels.py",
     "tests/kernels/test_draft_round_triton.py",

@@ -35,3 +35,10 @@ class AttentionBackend(Protocol):
         `k_TGH` and `v_TGH` are the fresh keys and values of the whole step in the same layer. Rows whose keys are not all in
         pages read them. With a latent cache they are overlapping views of one tensor, and q, k and v have its column order.
         """
+
+    def run_share(self, layer: int, batch: ForwardBatch, pool: Pool, q_TNH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out_TNH and the log of the sum of exponentials of the scores, float32 [T, N], for the keys of this rank.
+
+        For a group whose tokens several ranks share (`own_share`). All keys are in pages. A query that sees no key of this
+        rank has zeros and -inf.
+        """

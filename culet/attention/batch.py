@@ -2,13 +2,21 @@
 
 Shapes: T new tokens of all rows, row after row · B rows · P table columns · L tokens whose logits are needed · M tokens with
 precomputed input rows · D model.
+
+If several ranks share the tokens of a KV group, `own_share` turns a batch into that of one rank. Its keys are then counted
+among the tokens that this rank stores.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
+
+from culet.cache.spec import RUN_TOKENS, KVGroup
+from culet.kernels.dispatch import for_device
+from culet.kernels.types import TokenShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,7 @@ class GroupBatch:
     first_B: Tensor  # int32, position of the first token of column 0
     kv_address_T: Tensor  # int64, page * page_tokens + offset of a new token's KV, or -1 if it is not stored
     visible_2T: Tensor | None = None  # int32 (kv_lo, kv_hi) of each query token, inclusive, or None for the text rule
+    context_B: Tensor | None = None  # int32, own keys that a row's last query sees - its queries, if ranks share the tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +65,28 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return self.token_ids_T.shape[0]
+
+
+def own_share(batch: ForwardBatch, groups: Sequence[KVGroup], rank_index: int) -> ForwardBatch:
+    """Return `batch` as rank `rank_index` sees it. It is the same unless ranks share the tokens of a group."""
+    shared = {group.index: _share_of(group, rank_index) for group in groups if group.spec.token_shares > 1}
+    if not shared:
+        return batch
+    own = [_own(batch, group, shared.get(index)) for index, group in enumerate(batch.groups)]
+    tail = None if batch.tail is None else own_share(batch.tail, groups, rank_index)
+    return replace(batch, groups=tuple(own), tail=tail)
+
+
+def _share_of(group: KVGroup, rank_index: int) -> TokenShare:
+    shares = group.spec.token_shares
+    return TokenShare(rank_index % shares, shares, RUN_TOKENS, group.page_tokens)
+
+
+def _own(batch: ForwardBatch, group: GroupBatch, share: TokenShare | None) -> GroupBatch:
+    if share is None:
+        return group
+    ops = for_device(batch.positions_T.device)
+    # Without a window, a query sees every key up to its own position, or up to the end of its image.
+    last_T = batch.positions_T if group.visible_2T is None else group.visible_2T[1].long()
+    visible_2T, context_B = ops.own_keys(last_T, batch.row_begin_B1, share)
+    return GroupBatch(group.pages_BP, group.first_B, ops.own_addresses(group.kv_address_T, share), visible_2T, context_B)

@@ -123,6 +123,11 @@ def need_of(group: KVGroup, num_heads: int, layers: Sequence[int] = (), *, has_i
     )
 
 
+def heads_of_rank(group: KVGroup, num_heads: int) -> int:
+    """Return how many of a layer's query heads one rank computes over the pages of `group`."""
+    return num_heads // group.spec.head_shares
+
+
 def plan_attention(
     groups: Sequence[KVGroup],
     num_heads: int,
@@ -134,16 +139,16 @@ def plan_attention(
 ) -> AttentionPlan:
     """Choose a backend for each group, either the one that `choice` names or the first that supports the group.
 
-    `gpu` is a Gpu or the name of a torch device. `choice` is "auto", a backend for all groups, or
-    "sliding=NAME,global=NAME". `readers` maps each group's name to all layers that read its pages. `interval_groups` names
-    the groups whose rows may have an interval of visible keys per token.
+    `num_heads` are the query heads of a layer, of all ranks. `gpu` is a Gpu or the name of a torch device. `choice` is "auto",
+    a backend for all groups, or "sliding=NAME,global=NAME". `readers` maps each group's name to all layers that read its
+    pages. `interval_groups` names the groups whose rows may have an interval of visible keys per token.
     """
     gpu = gpu if isinstance(gpu, Gpu) else hardware.detect(str(gpu))
     chosen = _parse_choice(choice, [group.name for group in groups])
     plans = []
     for group in groups:
         layers = (readers or {}).get(group.name, ())
-        need = need_of(group, num_heads, layers, has_intervals=group.name in interval_groups)
+        need = need_of(group, heads_of_rank(group, num_heads), layers, has_intervals=group.name in interval_groups)
         plans.append(_plan_group(need, gpu, chosen[group.name]))
     return AttentionPlan(gpu, tuple(plans))
 

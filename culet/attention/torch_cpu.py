@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -60,6 +60,16 @@ class _LongRow:
     bounds: tuple[tuple[int, int], ...]  # first and last key position that any query of a block sees, by block
 
 
+class _ShareRow(NamedTuple):
+    """A row whose tokens several ranks share. Its keys are those of this rank, from the first on."""
+
+    begin: int  # its queries among the T tokens
+    end: int
+    key_rows: Tensor  # rows of the flat pool, [plane, G, S] flattened
+    num_keys: int
+    hi_Q: Tensor  # last key that each query sees, or -1
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """The keys that a batch reads. All layers of the group share the plan."""
@@ -68,6 +78,7 @@ class _Plan:
     rows_view: RowsView
     products: tuple[_Product, ...]
     long_rows: tuple[_LongRow, ...]
+    share_rows: tuple[_ShareRow, ...] = ()  # instead of the others, if ranks share the tokens
 
 
 class TorchCPUBackend:
@@ -86,12 +97,32 @@ class TorchCPUBackend:
         self._plans = [plan for plan in self._plans if plan.batch.tail is batch]
         self._plans.append(planner.plan())
 
-    def run(self, layer: int, batch: ForwardBatch, pool: Pool, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
-        """Compute out_TNH of one layer."""
+    def run_share(self, layer: int, batch: ForwardBatch, pool: Pool, q_TNH: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute out_TNH of one layer over this rank's tokens, and the log of the sum of exponentials of the scores."""
+        plan = self._find(batch, pool)
+        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        lse_TN = torch.empty(q_TNH.shape[:2], dtype=torch.float32, device=q_TNH.device)
+        num_kv = self.group.spec.num_kv_heads
+        for begin, end, key_rows, num_keys, hi_Q in plan.share_rows:
+            k_GSH, v_GSH = self._gather(layer, pool, plan.rows_view, key_rows, (num_kv, num_keys))
+            for first in range(begin, end, QUERY_BLOCK):
+                queries = slice(first, min(first + QUERY_BLOCK, end))
+                is_seen_QS = (
+                    torch.arange(num_keys, device=q_TNH.device) <= hi_Q[queries.start - begin : queries.stop - begin, None]
+                )
+                out_TNH[queries], lse_TN[queries] = _attend_share(q_TNH[queries], k_GSH, v_GSH, is_seen_QS)
+        return out_TNH, lse_TN
+
+    def _find(self, batch: ForwardBatch, pool: Pool) -> _Plan:
         plan = next((plan for plan in self._plans if plan.batch is batch), None)
         if plan is None:
             self.plan(batch, pool)
             plan = self._plans[-1]
+        return plan
+
+    def run(self, layer: int, batch: ForwardBatch, pool: Pool, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
+        """Compute out_TNH of one layer."""
+        plan = self._find(batch, pool)
         if len(plan.products) == 1 and plan.products[0].tokens is None:
             return self._run_product(plan.products[0], layer, pool, plan.rows_view, q_TNH)
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
@@ -178,6 +209,8 @@ class _Planner:
         rows = self.batch.rows
         if not rows:
             return _Plan(self.batch, self.rows_view, (), ())
+        if self.group.spec.token_shares > 1:
+            return _Plan(self.batch, self.rows_view, (), (), tuple(self._share_row(i) for i in range(len(rows))))
         index = self.group.index
         few = [i for i, row in enumerate(rows) if row.num_queries <= FEW_QUERIES and row.is_stored[index]]
         chosen = set(few) if len(few) < len(rows) else range(len(rows))
@@ -195,7 +228,7 @@ class _Planner:
 
     def _key_rows(self, position_BS: Ints, rows_B: Ints) -> Ints:
         """Return the rows of the flat pool, [plane, B, G, S], that hold the keys at these positions of these rows."""
-        size, spec = self.group.page_tokens, self.group.spec
+        size, spec = self.group.stored_tokens, self.group.spec
         page_BS = self.pages_BP[rows_B[:, None], (position_BS - self.first_B[rows_B, None]) // size].astype(np.int64)
         row_BS = page_BS * self.page_step + position_BS % size * self.token_step
         planes, heads = np.arange(spec.num_planes) * self.plane_step, np.arange(spec.num_kv_heads) * self.head_step
@@ -247,6 +280,13 @@ class _Planner:
             places=self._tensor(np.flatnonzero(np.arange(num_queries) < queries_B[:, None])) if is_padded else None,
         )
 
+    def _share_row(self, index: int) -> _ShareRow:
+        begin, end = int(self.begin_B1[index]), int(self.begin_B1[index + 1])
+        hi_Q = self.hi_T[begin:end]
+        keys = np.arange(int(hi_Q.max(initial=-1)) + 1)
+        key_rows = self._tensor(self._key_rows(keys[None], np.array([index])).reshape(-1))
+        return _ShareRow(begin, end, key_rows, keys.size, self._tensor(hi_Q))
+
     def _long_row(self, index: int) -> _LongRow:
         begin, end = int(self.begin_B1[index]), int(self.begin_B1[index + 1])
         row = self.batch.rows[index]
@@ -266,3 +306,14 @@ class _Planner:
             hi_Q=self._tensor(hi_Q),
             bounds=tuple(bounds),
         )
+
+
+def _attend_share(q_QNH: Tensor, k_GSH: Tensor, v_GSH: Tensor, is_seen_QS: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs of queries over the keys that they see, and the log of the sum of exponentials of their scores."""
+    q_QGRH = q_QNH.float().unflatten(1, (k_GSH.shape[0], -1))
+    score_GQRS = torch.einsum("qgrh,gsh->gqrs", q_QGRH, k_GSH).masked_fill_(~is_seen_QS[None, :, None], -torch.inf)
+    lse_GQR = score_GQRS.logsumexp(-1)
+    # A query without keys has -inf for both, and weights of 0.
+    weight_GQRS = (score_GQRS - lse_GQR.masked_fill(lse_GQR == -torch.inf, 0.0)[..., None]).exp_()
+    out_QGRH = torch.einsum("gqrs,gsh->qgrh", weight_GQRS, v_GSH)
+    return out_QGRH.reshape(q_QNH.shape).to(q_QNH.dtype), lse_GQR.transpose(0, 1).flatten(1)

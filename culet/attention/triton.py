@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ class TritonBackend:
         long_rows: list[LongRow] = []
         masked_rows: list[LongRow] = []
         for index, (row, end) in enumerate(zip(batch.rows, ends, strict=True)):
-            is_masked = has_masks and not row.is_text
+            is_masked = has_masks and (not row.is_text or self.group.spec.token_shares > 1)
             if row.num_queries > self.few_queries:
                 facts = (index, end - row.num_queries, row.num_queries, row.start)
                 (masked_rows if is_masked else long_rows).append(facts)
@@ -109,6 +109,25 @@ class TritonBackend:
                 prefill_launch(q_TNH, kv, masked, tiles.masked_X5, fresh=fresh, out_TNH=out_TNH, tile=tile).run()
         return out_TNH
 
+    def run_share(self, layer: int, batch: ForwardBatch, pool: Pool, q_TNH: Tensor) -> tuple[Tensor, Tensor]:
+        """Launch the general kernels of one layer over this rank's tokens. Each query has an interval of visible keys."""
+        plan = self._find(batch, pool)
+        facts = batch.groups[self.group.index]
+        assert facts.context_B is not None, "ranks that share tokens need a batch of their own"
+        kv = PagedKV(pool.planes(layer), facts.pages_BP, facts.first_B, self.group.spec.head_dim, self.group.window)
+        rows = RaggedRows(batch.row_begin_B1, facts.context_B, facts.visible_2T)
+        # The kernels do not write rows without keys.
+        out_TNH = q_TNH.new_zeros(q_TNH.shape)
+        lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, dtype=torch.float32, device=q_TNH.device)
+        if plan.max_queries:
+            self._run_few(plan.max_queries, q_TNH, kv, rows, out_TNH, lse_TN)
+        if plan.masked_rows:
+            tile, tiles = self._long_tiles(plan, q_TNH, kv, has_fresh=False)
+            assert tiles.masked_X5 is not None
+            launch = prefill_launch(q_TNH, kv, rows, tiles.masked_X5, fresh=None, out_TNH=out_TNH, tile=tile, lse_TN=lse_TN)
+            launch.run()
+        return out_TNH, lse_TN
+
     def _find(self, batch: ForwardBatch, pool: Pool) -> _Plan:
         for plan in reversed(self._plans):
             if plan.batch is batch:
@@ -116,13 +135,24 @@ class TritonBackend:
         self.plan(batch, pool)
         return self._plans[-1]
 
-    def _run_few(self, max_queries: int, q_TNH: Tensor, kv: PagedKV, rows: RaggedRows, out_TNH: Tensor) -> None:
+    def _run_few(
+        self,
+        max_queries: int,
+        q_TNH: Tensor,
+        kv: PagedKV,
+        rows: RaggedRows,
+        out_TNH: Tensor,
+        lse_TN: Tensor | None = None,
+    ) -> None:
         if self._scratch is None:
             self._scratch = self._allocate(q_TNH, kv)
         is_masked = rows.visible_2T is not None
         use_hopper, tile = self._decode_tile(q_TNH, kv, max_queries, rows.num_rows, has_intervals=is_masked)
-        describe = hopper_decode_launches if use_hopper else decode_launches
-        launches = describe(q_TNH, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=self._scratch)
+        arguments: dict[str, Any] = {"max_queries": max_queries, "out_TNH": out_TNH, "tile": tile, "scratch": self._scratch}
+        if use_hopper:
+            launches = hopper_decode_launches(q_TNH, kv, rows, **arguments)
+        else:
+            launches = decode_launches(q_TNH, kv, rows, **arguments, lse_TN=lse_TN)
         for launch in launches:
             launch.run()
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from culet.attention.torch_cpu import TorchCPUBackend
-from culet.bench.settings import given_settings
 from culet.bench.workloads import CHECKED_TOKENS, START, Workload, make_prompts
 from culet.cache.pool import Pool
 from culet.cache.spec import plan_cache
 from culet.config import Config, build_config
 from culet.engine.llm import LLM
+from culet.engine.resolve import given_settings
 from culet.kernels.dispatch import eager_kernels
 from culet.log import logger
 from culet.models.checkpoint import open_checkpoint

@@ -23,8 +23,8 @@ from culet.cache.spec import CacheLayout, plan_cache
 from culet.config import MAX_BATCHED_TOKENS, Config, DraftChoice, ScheduleConfig
 from culet.drafters.base import Drafter, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.engine.memory import least_slabs
-from culet.engine.rehearsal import Rehearsal
 from culet.engine.resolve import resolve_device, resolve_dtype
+from culet.engine.start.rehearsal import Rehearsal
 from culet.errors import ConfigError
 from culet.kernels.compiling import use_disk_cache
 from culet.models.checkpoint import open_checkpoint

@@ -1,4 +1,4 @@
-"""`culet bench offline`: time the workloads through `LLM.generate`.
+"""`culet bench offline`: time the workloads through `LLM.generate`, and those with images through the engine.
 
 Prompts are random tokens. All requests of a row are submitted together. Decoding is greedy and ignores the end token. Nothing
 is reused between prompts. Sampling, detokenisation and stop strings are active.
@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from culet.bench.answer_check import Verdict, check_rows, free_memory
-from culet.bench.settings import given_settings
-from culet.bench.workloads import START, THROUGHPUT, TPOT, Workload, make_prompts
+from culet.bench.images import measure_requests, time_tower
+from culet.bench.workloads import IMAGE, START, THROUGHPUT, TPOT, Workload, make_prompts
 from culet.child import child_environment, python_command
 from culet.config import Config
 from culet.engine.jobs import Result
 from culet.engine.llm import LLM
+from culet.engine.resolve import given_settings
 from culet.errors import CuletError, InternalError
 from culet.log import logger
 from culet.scheduler.stats import SchedulerStats
@@ -72,11 +73,18 @@ def run_rows(
             note(measure_start(config, caches))
             stack.enter_context(_environment(caches))  # the other rows use the compiled kernels
         if timed:
-            verdicts = check_rows(config, timed, num_layers=check_layers) if check else {}
+            texts = [row for row in timed if row.kind != IMAGE]
+            verdicts = check_rows(config, texts, num_layers=check_layers) if check else {}
+            towers = {row: 1e3 * time_tower(config, row, best_of) for row in timed if row.kind == IMAGE}
+            free_memory()
             with LLM.from_config(config) as llm:
                 _warm_up(llm, timed)
                 for row in timed:
-                    note(measure(llm, row, best_of=best_of, verdict=verdicts.get(row)))
+                    if row in towers:
+                        details = measure_requests(llm.engine, row, best_of)
+                        note(Measured(row, towers[row], (towers[row],), details))
+                    else:
+                        note(measure(llm, row, best_of=best_of, verdict=verdicts.get(row)))
             free_memory()
     return done
 

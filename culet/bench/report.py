@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from culet.attention.picture import svg_text
 from culet.bench.floor import Floor
 from culet.bench.peer import GPU, PEER, SERVING, Anchor
-from culet.bench.workloads import START, THROUGHPUT, TPOT, Workload
+from culet.bench.workloads import IMAGE, START, THROUGHPUT, TPOT, Workload
 from culet.hardware import Peaks
 from culet.models.random_checkpoint import variant_of
 from culet.models.spec import ModelSpec
+from culet.models.towers.spec import UnifiedVisionSpec, VisionSpec
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,6 +40,7 @@ class Setting:
     latent: bool
     settings: dict[str, Any]
     versions: dict[str, str]
+    vision: VisionSpec | UnifiedVisionSpec | None = None
 
     @property
     def variant(self) -> str | None:
@@ -52,12 +54,20 @@ class Setting:
         """Return the row's floor in the row's unit, or None if it has none."""
         if self.peaks is None or row.kind == START:
             return None
+        if row.kind == IMAGE:
+            return None if self.vision is None else 1e3 * self._tower_floor(self.vision, row)
         floor = Floor(self.spec, self.peaks, self.latent, self.itemsize, self.settings.get("quantization", "auto"))
         if row.kind == THROUGHPUT:
             return floor.tokens_per_s(row.num_seqs, row.prompt_len, row.output_len)
         if row.kind == TPOT:
             return 1e3 * floor.decode_step(row.num_seqs, row.prompt_len + row.output_len // 2)
         return 1e3 * floor.prefill(row.num_seqs, row.prompt_len)
+
+    def _tower_floor(self, tower: VisionSpec | UnifiedVisionSpec, row: Workload) -> float:
+        """Return the seconds for each image, if the tower reads its weights once for the images of a request."""
+        assert self.peaks is not None
+        num_bytes = self.itemsize * tower.num_weights / row.num_images
+        return self.peaks.seconds(num_bytes, tower.flops(row.image_tokens))
 
     def anchor(self, row: Workload) -> Anchor | None:
         """Return the peer's number if it was measured on this kind of GPU."""
@@ -98,6 +108,7 @@ class Line:
             "num_seqs": row.num_seqs,
             "prompt_len": row.prompt_len,
             "output_len": row.output_len,
+            **({"num_images": row.num_images, "image_tokens": row.image_tokens} if row.kind == IMAGE else {}),
             "unit": row.unit,
             "value": self.value,
             "floor": self.floor,
@@ -205,6 +216,11 @@ def remarks(lines: Sequence[Line]) -> list[str]:
         details = line.more.get("details", {})
         if line.row.kind == START:
             said.append(f"start to ready: {details['cold_s']:.1f} s cold, {details['cached_s']:.1f} s with kernels cached")
+        if line.row.kind == IMAGE:
+            said.append(
+                f"{line.row.title}: first token after {number(details['ttft_cold_ms'])} ms, "
+                f"{number(details['ttft_cached_ms'])} ms with features cached; {number(details['requests_per_s'])} requests/s"
+            )
         if details.get("preemptions"):
             said.append(f"{line.row.title}: {details['preemptions']} preemptions because the cache was full")
         elif details.get("all_at_once") is False:

@@ -27,8 +27,3 @@ def bench_config(given: Mapping[str, Any], rows: Sequence[Workload]) -> Config:
 def all_settings(config: Config) -> dict[str, Any]:
     """Return every setting with its value."""
     return {name: getattr(getattr(config, part), name) for name, (part, _) in config_fields().items()}
-
-
-def given_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that were given, as input for `build_config`."""
-    return {name: value for name, value in all_settings(config).items() if name in config.given}

@@ -7,10 +7,13 @@ Every node knows which point below it can be resumed earliest.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from culet.cache.content import UNIT, MediaKey, PrefixContent, common_len
 from culet.types import PageTable
+
+MIN_SHARED = 16  # tokens below which a point is resumed only at its end, because copying pages costs as much as computing them
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +47,15 @@ class Node:
     earliest: list[tuple[int, int]] = field(default_factory=list)  # (earliest, id) of its point and of each child's first
 
 
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The result of a look-up, which says how much of a prompt is known."""
+
+    point: ResumePoint | None  # the best point to resume from
+    resume: int  # tokens that need not be computed
+    known: int  # tokens that some resume point begins with. Beyond `resume`, they mark a junction.
+
+
 class PointTree:
     """Resume points by content. The path of a prompt leads through all beginnings that it shares with points."""
 
@@ -71,6 +83,32 @@ class PointTree:
             path.append((child, node.end + common_len(child.content, units, begin, UNIT * num_tokens)))
             break
         return path
+
+    def find(self, tokens: Sequence[int], content: PrefixContent, limit: int) -> Match:
+        """Find the point that resumes `tokens` furthest, at `limit` tokens at most."""
+        path = self.path(content, content.upto(tokens, len(tokens)), len(tokens))
+        known = path[-1][1] if path else 0
+        for node, num_shared in reversed(path):
+            resume = content.resumable(min(num_shared, limit))
+            point = node.point
+            if point is None or point.earliest > resume:
+                point = self._nodes[node.earliest[0][1]].point
+                assert point is not None
+            is_end = point.length == num_shared <= resume + 1  # otherwise the prompt parts from the point before its end
+            if resume < max(1, point.earliest) or not (is_end or resume >= MIN_SHARED):
+                continue
+            if content.media_before(resume) == tuple([media for media in point.media if media[0] < resume]):
+                return Match(point, resume, known)
+        return Match(None, 0, known)
+
+    def content_of(self, point_id: int) -> bytes:
+        """Return the units of a point."""
+        parts = []
+        node: Node | None = self._nodes[point_id]
+        while node is not None:
+            parts.append(node.content)
+            node = node.parent
+        return b"".join(reversed(parts))
 
     def at(self, content: PrefixContent, units: bytearray, length: int) -> ResumePoint | None:
         """Return the point that ends exactly at `length`, if there is one."""

@@ -33,9 +33,9 @@ class Pool:
         dtype = torch.float8_e4m3fn if spec.is_fp8 else dtype
         assert spec.itemsize == dtype.itemsize, f"group {group.name} was planned for {spec.itemsize}-byte elements, got {dtype}"
         slabs = self._slabs.view(dtype)
-        token, head = spec.width, spec.width * group.page_tokens
+        token, head = spec.width, spec.width * group.stored_tokens
         plane = head * spec.num_kv_heads
-        size = (spec.num_planes, slabs.shape[0], spec.num_kv_heads, group.page_tokens, spec.width)
+        size = (spec.num_planes, slabs.shape[0], spec.num_kv_heads, group.stored_tokens, spec.width)
         stride = (plane, slabs.stride(0), head, token, 1)
         return slabs.as_strided(size, stride, position * spec.num_planes * plane)
 

@@ -26,27 +26,17 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from culet.cache.arena import Arena
+from culet.cache.changes import PointRemoved, PrefixChange, stored_change
 from culet.cache.content import PrefixContent
-from culet.cache.point_tree import PointTree, ResumePoint
+from culet.cache.point_tree import Match, PointTree, ResumePoint
 from culet.cache.spec import CacheLayout
 from culet.types import PageTable
 
 POINT_SLACK = 32  # tokens before its end at which a point can still be resumed, if they are stored
-MIN_SHARED = 16  # tokens below which a point is resumed only at its end, because copying pages costs as much as computing them
 MIN_BOUND = 256  # points that may exist in any case
 _MIN_COMPACTED = 64  # entries of removed points that the heap of candidates may have in any case
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The result of a look-up, which says how much of a prompt is known."""
-
-    point: ResumePoint | None  # the best point to resume from
-    resume: int  # tokens that need not be computed
-    known: int  # tokens that some resume point begins with. Beyond `resume`, they mark a junction.
 
 
 class PrefixCache:
@@ -63,6 +53,19 @@ class PrefixCache:
         # By page, the ids of all points that hold it, combined by exclusive or. If only one point holds it, this is its id.
         self._holders = [0] * arena.num_pages
         self._candidates: list[tuple[int, int]] = []  # a heap of (last_use, point_id)
+        self._changes: list[PrefixChange] | None = None  # since the last `drain_changes`, if anyone follows them
+
+    def record_changes(self) -> None:
+        """Forget all points, and record changes from now on. Someone must drain them."""
+        self.clear()
+        self._changes = []
+
+    def drain_changes(self) -> list[PrefixChange]:
+        """Return the changes since the last call, in order."""
+        if not self._changes:
+            return []
+        changes, self._changes = self._changes, []
+        return changes
 
     @property
     def num_resume_points(self) -> int:
@@ -74,19 +77,7 @@ class PrefixCache:
 
     def find(self, tokens: Sequence[int], content: PrefixContent, limit: int) -> Match:
         """Find the point that resumes `tokens` furthest, at `limit` tokens at most."""
-        path = self._tree.path(content, content.upto(tokens, len(tokens)), len(tokens))
-        known = path[-1][1] if path else 0
-        for node, num_shared in reversed(path):
-            resume = content.resumable(min(num_shared, limit))
-            point = node.point
-            if point is None or point.earliest > resume:
-                point = self._points[node.earliest[0][1]]
-            is_end = point.length == num_shared <= resume + 1  # otherwise the prompt parts from the point before its end
-            if resume < max(1, point.earliest) or not (is_end or resume >= MIN_SHARED):
-                continue
-            if content.media_before(resume) == tuple([media for media in point.media if media[0] < resume]):
-                return Match(point, resume, known)
-        return Match(None, 0, known)
+        return self._tree.find(tokens, content, limit)
 
     def touch(self, point: ResumePoint) -> None:
         """Mark `point` as used, so that it is evicted later."""
@@ -126,6 +117,8 @@ class PrefixCache:
         use = self._next_use()
         point = ResumePoint(length, earliest, kept, tuple(stored_from), content.salt, media, point_id=use, last_use=use)
         self._arena.keep(point.pages)
+        if self._changes is not None:
+            self._changes.append(stored_change(self._tree, point, units))
         self._tree.add(point, units)
         self._by_use[point] = None
         self._points[point.point_id] = point
@@ -211,6 +204,8 @@ class PrefixCache:
         del self._by_use[point], self._points[point.point_id]
         self._mark_holder(point)
         self._tree.remove(point)
+        if self._changes is not None:
+            self._changes.append(PointRemoved(point.point_id))
         self._arena.drop(point.pages)
         if len(self._candidates) > 2 * len(self._points) + _MIN_COMPACTED:
             self._candidates = [entry for entry in self._candidates if entry[1] in self._points]

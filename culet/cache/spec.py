@@ -6,6 +6,10 @@ own number of tokens per slab, so sliding and global pages share one memory with
 The order inside a slab is [layer][plane][kv_head][token][width]. A group has a K plane and a V plane, each `head_dim` wide. If
 K and V come from one projection, it has a single latent plane instead, with rows `v_rot | nope | k_rot`. V is the first
 `head_dim` columns, K is the last `head_dim` columns, and the part they share is stored once.
+
+With several ranks, each holds some of the KV heads, and a layout describes what one of them stores. If there are more ranks
+than KV heads, the ranks of a head share its tokens. A page is cut into runs of RUN_TOKENS tokens, and the ranks take turns. So
+page numbers are the same on all ranks, and a page covers several times as many tokens as each rank stores of it.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from culet.errors import ConfigError
 from culet.registry import lookup
 
 PAGE_MULTIPLE = 16  # page tokens are a multiple of this, so that kernel tiles divide pages
+RUN_TOKENS = 64  # consecutive tokens that one of the ranks of a KV head holds. A multiple of PAGE_MULTIPLE.
 PREFERRED_SLIDING_PAGE = 64  # tokens. Larger pages waste memory at the window's edge, smaller ones cost table entries.
 MAX_GROWN_SLAB = 4 << 20  # bytes up to which a slab is doubled to reach the preferred page
 MAX_EXACT_SLAB = 16 << 20  # if an exact division needs a larger slab, some waste is accepted and reported
@@ -37,6 +42,8 @@ class KVSpec:
     owner: str = ""  # the drafter that the layer belongs to, or "" for the target
     ahead: int = 0  # positions after a sequence's end that a drafter uses as scratch space in every round
     lookback: int = 0  # keys before the window that a drafter also sees
+    head_shares: int = 1  # number of ranks among which the KV heads are divided. `num_kv_heads` are those of one rank.
+    token_shares: int = 1  # number of ranks among which the tokens of each KV head are divided
 
     @property
     def width(self) -> int:
@@ -53,8 +60,14 @@ class KVSpec:
         return self.itemsize == 1
 
     @property
-    def bytes_per_token(self) -> int:
+    def stored_bytes(self) -> int:
+        """Bytes of a token in a rank that stores it."""
         return self.num_planes * self.num_kv_heads * self.width * self.itemsize
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token in each rank, on average."""
+        return self.stored_bytes // self.token_shares
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -71,7 +84,12 @@ class KVGroup:
     name: str  # "sliding", "global", or a drafter's name
     index: int  # position in CacheLayout.groups, Row.tables and ForwardBatch.groups
     specs: tuple[KVSpec, ...]
-    page_tokens: int
+    page_tokens: int  # tokens of a sequence that a page covers
+
+    @property
+    def stored_tokens(self) -> int:
+        """Number of a page's tokens that each rank stores."""
+        return self.page_tokens // self.spec.token_shares
 
     @property
     def spec(self) -> KVSpec:
@@ -97,8 +115,14 @@ class KVGroup:
         return self.spec.ahead
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of a token in a rank that stores it."""
+        return sum(spec.stored_bytes for spec in self.specs)
+
+    @property
     def bytes_per_token(self) -> int:
-        return sum(spec.bytes_per_token for spec in self.specs)
+        """Bytes of a token in each rank, on average."""
+        return self.stored_bytes // self.spec.token_shares
 
     def pages_for(self, num_tokens: int) -> int:
         """Return the number of pages for the first `num_tokens` tokens."""
@@ -118,7 +142,7 @@ class CacheLayout:
 
     def waste(self, group: KVGroup) -> int:
         """Return the bytes of a slab that a page of `group` leaves unused."""
-        return self.slab_bytes - group.page_tokens * group.bytes_per_token
+        return self.slab_bytes - group.stored_tokens * group.stored_bytes
 
     def group_of(self, layer: int) -> KVGroup:
         """Return the group that holds the KV of `layer`."""
@@ -164,6 +188,27 @@ def _stored_as(spec: KVSpec, name: str) -> KVSpec:
     return replace(spec, itemsize=itemsize)
 
 
+def share_among(specs: Sequence[KVSpec], num_ranks: int) -> list[KVSpec]:
+    """Return what one of `num_ranks` ranks stores. Raise ConfigError if the KV heads cannot be divided among them.
+
+    A drafter's own layers are the same on every rank.
+    """
+    return [spec if spec.owner else _share_among(spec, num_ranks) for spec in specs]
+
+
+def _share_among(spec: KVSpec, num_ranks: int) -> KVSpec:
+    heads = spec.num_kv_heads
+    if heads % num_ranks == 0:
+        return replace(spec, num_kv_heads=heads // num_ranks, head_shares=num_ranks)
+    if spec.window is None and num_ranks % heads == 0:
+        return replace(spec, num_kv_heads=1, head_shares=heads, token_shares=num_ranks // heads)
+    raise ConfigError(
+        f"tensor-parallel-size: got {num_ranks}, but the {group_name(spec)} layers have {heads} KV heads, "
+        "which cannot be divided among that many ranks",
+        hint="use a power of two of at most the number of sliding KV heads",
+    )
+
+
 def plan_cache(specs: Sequence[KVSpec], *, page_multiple: int = PAGE_MULTIPLE, slab_bytes: int | None = None) -> CacheLayout:
     """Group layers of the same kind and choose the slab size if none is given. Groups fill the slab exactly if sizes allow."""
     kinds: dict[tuple[object, ...], list[KVSpec]] = {}
@@ -172,28 +217,32 @@ def plan_cache(specs: Sequence[KVSpec], *, page_multiple: int = PAGE_MULTIPLE, s
     # Sliding groups come first because they have more pages. Row.tables has the same order.
     # A drafter's groups come last and do not affect the size of the slab.
     ordered = sorted(kinds.values(), key=lambda group: (group[0].owner, group[0].window is None, group[0].layer))
-    per_token = [sum(spec.bytes_per_token for spec in group) for group in ordered]
-    own = [size for size, group in zip(per_token, ordered, strict=True) if not group[0].owner]
-    slab_bytes = slab_bytes or max(_choose_slab(own, page_multiple), max(per_token) * page_multiple)
+    multiples = [page_multiple if group[0].token_shares == 1 else RUN_TOKENS for group in ordered]
+    sizes = [sum(spec.stored_bytes for spec in group) for group in ordered]  # of a stored token
+    own = [pair for pair, group in zip(zip(sizes, multiples, strict=True), ordered, strict=True) if not group[0].owner]
+    slab_bytes = slab_bytes or max(
+        _choose_slab(own), *(size * multiple for size, multiple in zip(sizes, multiples, strict=True))
+    )
     names = [group_name(group[0]) for group in ordered]
     groups = []
-    for index, (members, size) in enumerate(zip(ordered, per_token, strict=True)):
+    for index, (members, size, multiple) in enumerate(zip(ordered, sizes, multiples, strict=True)):
         name = names[index] if names.count(names[index]) == 1 else f"{names[index]}{names[: index + 1].count(names[index])}"
-        page_tokens = slab_bytes // size // page_multiple * page_multiple
-        assert page_tokens > 0, f"a slab of {slab_bytes} bytes has no room for a page of {page_multiple} x {size} bytes"
-        groups.append(KVGroup(name, index, tuple(members), page_tokens))
+        stored_tokens = slab_bytes // size // multiple * multiple
+        assert stored_tokens > 0, f"a slab of {slab_bytes} bytes has no room for a page of {multiple} x {size} bytes"
+        groups.append(KVGroup(name, index, tuple(members), stored_tokens * members[0].token_shares))
     return CacheLayout(slab_bytes, tuple(groups))
 
 
-def _choose_slab(per_token: Sequence[int], page_multiple: int) -> int:
-    """Return the size of a slab that every group fills exactly with a multiple of `page_multiple` tokens.
+def _choose_slab(sizes: Sequence[tuple[int, int]]) -> int:
+    """Return the size of a slab that every group fills exactly. A group has a size per stored token and a multiple of tokens.
 
     It is the smallest such size, doubled until pages have a useful size. If it is too large, accept some waste.
     """
-    slab = math.lcm(*(size * page_multiple for size in per_token))
-    if slab > max(MAX_EXACT_SLAB, max(per_token) * page_multiple):
-        slab = max(per_token) * page_multiple
-    largest = max(per_token)
+    least = max(size * multiple for size, multiple in sizes)
+    slab = math.lcm(*(size * multiple for size, multiple in sizes))
+    if slab > max(MAX_EXACT_SLAB, least):
+        slab = least
+    largest = max(size for size, _ in sizes)
     while slab // largest < PREFERRED_SLIDING_PAGE and slab * 2 <= MAX_GROWN_SLAB:
         slab *= 2
     return slab

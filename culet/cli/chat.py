@@ -11,7 +11,7 @@ import click
 
 from culet.cli.chat_screen import Screen
 from culet.cli.options import config_of, config_options, sampling_of, sampling_options
-from culet.config import BUILT_IN
+from culet.config import BUILT_IN, MEDIA_KINDS
 from culet.errors import BadRequest, ContextTooLong
 from culet.log import setup_logging
 
@@ -23,6 +23,7 @@ _HELP = '''\
 /help          shows this list
 /clear         starts a new conversation
 /system TEXT   sets the system message; without TEXT, removes it
+/image FILE    shows an image with the next message; also /video FILE and /audio FILE
 /save FILE     writes the conversation to a new file: as JSON if its name ends with .json, else as Markdown
 /exit          quits, as Ctrl-D does
 
@@ -76,6 +77,7 @@ class Conversation:
         self._system = system
         self._enable_thinking = enable_thinking
         self._turns: list[dict[str, Any]] = []
+        self._attached: list[dict[str, Any]] = []  # parts of the next message
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -136,13 +138,28 @@ class Conversation:
             click.echo(_HELP, err=True)
         elif name == "/clear":
             self._turns.clear()
+            self._attached.clear()
         elif name == "/system":
             self._system = rest or None
         elif name == "/save":
             self._save(rest)
+        elif name[1:] in MEDIA_KINDS:
+            self._attach(name[1:], rest)
         else:
             self._screen.note(f"unknown command {name}; /help lists the commands", color="red")
         return True
+
+    def _attach(self, kind: str, name: str) -> None:
+        """Put a file into the next message."""
+        path = Path(name).expanduser()
+        if path.is_file():
+            self._attached.append({"type": kind, "path": str(path)})
+            self._screen.note(f"{path.name} goes with the next message")
+            return
+        problem = f"/{kind} needs the name of a file" if not name else f"{path}: no such file"
+        if not self._screen.is_interactive:
+            raise BadRequest(problem, hint="check the name of the file")
+        self._screen.note(problem, color="red")
 
     def _save(self, name: str) -> None:
         """Write the conversation to a new file."""
@@ -153,7 +170,7 @@ class Conversation:
         if path.suffix == ".json":
             text = json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n"
         else:
-            text = "\n".join(f"**{message['role']}**\n\n{message['content']}\n" for message in self.messages)
+            text = "\n".join(f"**{message['role']}**\n\n{_as_text(message['content'])}\n" for message in self.messages)
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(text)
@@ -166,15 +183,18 @@ class Conversation:
 
     def _answer(self, message: str) -> None:
         """Stream the answer to a message and keep both. After Ctrl-C, keep the partial answer."""
-        self._turns.append({"role": "user", "content": message})
+        attached, self._attached = self._attached, []
+        content = [*attached, {"type": "text", "text": message}] if attached else message
+        self._turns.append({"role": "user", "content": content})
         is_stopped = False
         try:
             stream = self._llm.stream(self.messages, self._params, enable_thinking=self._enable_thinking)
-        except ContextTooLong as error:
+        except (BadRequest, ContextTooLong) as error:
             self._turns.pop()
             if not self._screen.is_interactive:
                 raise
-            self._screen.note(f"error: {error.message}\nhint: /clear starts a new conversation", color="red")
+            hint = "/clear starts a new conversation" if isinstance(error, ContextTooLong) else error.hint
+            self._screen.note(f"error: {error.message}" + (f"\nhint: {hint}" if hint else ""), color="red")
             return
         with closing(stream), self._screen.answer() as answer:
             try:
@@ -187,3 +207,10 @@ class Conversation:
         if self._screen.is_interactive and not answer.is_empty:
             self._screen.note(answer.speed())
         self._turns.append({"role": "assistant", "content": answer.text})
+
+
+def _as_text(content: str | list[dict[str, Any]]) -> str:
+    """Return a message's text, with the names of its files."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] if part["type"] == "text" else f"[{part['type']}: {part['path']}]" for part in content)

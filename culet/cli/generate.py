@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from culet.cli.options import config_of, config_options, sampling_of, sampling_options
-from culet.config import BUILT_IN
+from culet.config import BUILT_IN, MEDIA_KINDS
 from culet.errors import BadRequest
 from culet.log import setup_logging
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     default=None,
     help="Send the prompt as a user message through the chat template. [default: on for the built-in model, else off]",
 )
+@click.option("--image", "image", multiple=True, metavar="FILE", help="Show this image before the prompt; repeatable.")
+@click.option("--video", "video", multiple=True, metavar="FILE", help="Show this video before the prompt; repeatable.")
+@click.option("--audio", "audio", multiple=True, metavar="FILE", help="Play this recording before the prompt; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--quiet", "-q", is_flag=True, help="Log only warnings and errors.")
 @sampling_options
@@ -37,8 +42,10 @@ def generate(prompt: str | None, as_chat: bool | None, as_json: bool, quiet: boo
       culet generate "Hello"
       culet generate "Once upon a time" --model google/gemma-4-E2B --max-tokens 64
       culet generate --chat "Why is the sky blue?" -m google/gemma-4-E2B-it
+      culet generate --chat "What is in the picture?" --image cat.jpg -m google/gemma-4-E2B-it
       cat notes.txt | culet generate -m ./my-gemma --temperature 0 --json > answer.json
     """
+    files = {kind: options.pop(kind) for kind in MEDIA_KINDS}
     params = sampling_of(options)
     config = config_of(options)
     text = _read_prompt(prompt)
@@ -50,7 +57,7 @@ def generate(prompt: str | None, as_chat: bool | None, as_json: bool, quiet: boo
     from culet.engine.llm import LLM
 
     with LLM.from_config(config) as llm:
-        request: Any = [{"role": "user", "content": text}] if as_chat else text
+        request = _chat_request(text, files) if as_chat else _plain_request(text, files)
         if as_json or params.n > 1:
             result = llm.chat(request, params)[0] if as_chat else llm.generate(request, params)[0]
             _print_result(result, as_json=as_json)
@@ -59,6 +66,18 @@ def generate(prompt: str | None, as_chat: bool | None, as_json: bool, quiet: boo
             click.echo(delta.text, nl=False)
             sys.stdout.flush()
         click.echo()
+
+
+def _chat_request(text: str, files: Mapping[str, Sequence[str]]) -> Any:
+    parts: list[dict[str, Any]] = [{"type": kind, "path": path} for kind in MEDIA_KINDS for path in files[kind]]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}]
+
+
+def _plain_request(text: str, files: Mapping[str, Sequence[str]]) -> Any:
+    """Return the prompt. Media come first, unless the text says with placeholders such as <|image|> where they are."""
+    given = {kind: [Path(path) for path in files[kind]] for kind in MEDIA_KINDS if files[kind]}
+    marks = "".join(f"<|{kind}|>" * len(paths) for kind, paths in given.items() if f"<|{kind}|>" not in text)
+    return {"prompt": marks + text, "multi_modal_data": given} if given else text
 
 
 def _read_prompt(prompt: str | None) -> str:

@@ -16,7 +16,18 @@ import click
 
 from culet import env
 from culet.attention.picture import draw
-from culet.cli.planning.facts import DTYPE_NAMES, Facts, draft_bytes, fit_of, gather, report, weights_of
+from culet.cli.planning.facts import (
+    DTYPE_NAMES,
+    Facts,
+    draft_bytes,
+    exchanges_of,
+    fit_of,
+    gather,
+    report,
+    shares_of,
+    weights_of,
+)
+from culet.cli.planning.ranks import cache_share
 from culet.config import CacheConfig, MediaConfig, build_config
 from culet.errors import FAILED, ConfigError
 from culet.hardware import GPUS
@@ -63,6 +74,7 @@ _DTYPE = click.Choice(("auto", "bfloat16", "float32"))
     metavar="JSON",
     help="Also plan for a drafter, given as an object with method, model and other keys.",
 )
+@click.option("--tensor-parallel-size", type=int, help="Number of GPUs that share each layer. [default: 1]")
 @click.option("--language-model-only", is_flag=True, default=None, help="Plan for the text decoder without its towers.")
 @click.option(
     "--limit-mm-per-prompt",
@@ -77,7 +89,7 @@ def plan(model: str, gpu: str, seq_lens: tuple[int, ...], as_json: bool, svg: st
     \b
     Examples:
       culet plan 31B --gpu rtx4090 --quantization int4
-      culet plan ./my-gemma --gpu rtx4090 --seq-len 4000 --json
+      culet plan ./my-gemma --gpu h100 --tensor-parallel-size 4 --seq-len 4000 --json
       culet plan 31B --gpu h200 --speculative-config '{"method": "mtp", "model": "random:"}'
 
     MODEL is one of E2B, E4B, 12B, 26B-A4B and 31B, a checkpoint folder, a config.json, or a name on the Hub. Neither weights
@@ -130,6 +142,8 @@ def _print_tables(facts: Facts) -> None:
         _print_attention(console, facts)
         _print_cache(console, facts)
         _print_weights(console, facts)
+        if facts.num_ranks > 1:
+            _print_ranks(console, facts)
         _print_fits(console, facts)
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()), color=None if not is_plain else False)
 
@@ -217,6 +231,29 @@ def _print_weights(console: Console, facts: Facts) -> None:
     console.print(table)
 
 
+def _print_ranks(console: Console, facts: Facts) -> None:
+    """Print what each rank holds and why, and what the ranks exchange in a step."""
+    shares = shares_of(facts)
+    table = _table(f"Each of {facts.num_ranks} ranks", ("part", "shared", "why"), ("GB per rank",))
+    for share in shares:
+        table.add_row(share.part, share.how, share.why, f"{share.rank_bytes / GB:.3f}")
+    table.add_row("all weights", "", "", f"{sum(share.rank_bytes for share in shares) / GB:.3f}")
+    for group in facts.layout.groups:
+        table.add_row(f"{group.name} KV cache", *cache_share(group, facts.num_ranks), "")
+    console.print(table)
+    link = facts.gpu.link
+    rate = "an unknown link" if link is None else f"{link.name}, {link.bytes_per_s / GB:g} GB/s"
+    table = _table(
+        f"Exchanges per step over {rate}", (), ("tokens", "all-reduces", "MB reduced", "MB gathered", "ms at the link's rate")
+    )
+    for each in exchanges_of(facts):
+        seconds = "-" if each.link_s is None else f"{1e3 * each.link_s:.3f}"
+        sizes = f"{each.reduced_bytes / MB:.2f}", f"{each.gathered_bytes / MB:.2f}"
+        table.add_row(str(each.num_tokens), str(each.num_reductions), *sizes, seconds)
+    console.print(table)
+    _line(console, "Rates are those of data sheets. Each all-reduce also takes a fixed time, which depends on the machine.\n")
+
+
 def _print_fits(console: Console, facts: Facts) -> None:
     """Print what fits, for text only or all parts, with or without the latent.
 
@@ -228,6 +265,8 @@ def _print_fits(console: Console, facts: Facts) -> None:
     fits = [fit_of(facts, *choice) for choice in choices if (has_latent or choice[1]) and (has_towers or choice[0])]
     allowed = fits[0]["allowed_bytes"] / GB
     share = f"{facts.config.cache.gpu_memory_utilization:g} of {facts.gpu.memory_bytes / GB:.1f} GB"
+    if facts.num_ranks > 1:
+        share = f"each GPU, {share}"
     names = [
         f"{'text only' if fit['text_only'] else 'all parts'},\n{'latent' if fit['latent'] and has_latent else 'K and V'}"
         for fit in fits

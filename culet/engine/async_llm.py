@@ -57,7 +57,7 @@ class AsyncLLM:
 
     def _start(self, config: Config) -> None:
         engine = Engine(config)
-        self._prompts = PromptReader(engine.tokenizer, engine.chat_template)
+        self._prompts = PromptReader(engine.tokenizer, engine.chat_template, engine.media)
         self._tokenizer = engine.tokenizer
         self._thread = _EngineThread(JobLoop(engine))
         self._waiters: dict[str, _Waiter] = {}  # by the caller's request id
@@ -68,7 +68,9 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[Result]:
-        """Continue a prompt, which is a text or a list of token ids. Yield everything so far whenever there is more.
+        """Continue a prompt, which is a text, a list of token ids, or a mapping with media as for `LLM.generate`.
+
+        Yield everything so far whenever there is more.
 
         The last result has `finished` set. `request_id` is the name for `abort`. Cancelling the task, or leaving the loop,
         ends the request.
@@ -92,7 +94,7 @@ class AsyncLLM:
         prompts = self._prompts.read(prompt)
         if len(prompts) != 1:
             raise BadRequest(f"prompt: got {len(prompts)} prompts, expected one", hint="call generate once per prompt")
-        request = self._thread.jobs.make_request(prompts[0].token_ids, params)
+        request = self._thread.jobs.make_request(prompts[0].token_ids, params, prompts[0].media, prompts[0].items)
         job = Job(request, params, partial(plain_output, self._tokenizer), prompts[0].text)
         job.unread = deque()
         return job
@@ -110,6 +112,7 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """Free the model and its memory. Requests that are running end with an error."""
         self._stop()
+        self._prompts.close()
 
     def __enter__(self) -> Self:
         return self

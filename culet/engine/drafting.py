@@ -64,6 +64,10 @@ class ReadBytes:
         head = 0 if drafter.reads_target_pages else sizes["token embedding"]
         return cls(dense, experts, drafter.weight_bytes(itemsize) + head)
 
+    def shared_by(self, num_ranks: int) -> ReadBytes:
+        """Return the bytes that one of `num_ranks` ranks reads."""
+        return ReadBytes(self.dense / num_ranks, self.experts / num_ranks, self.draft / num_ranks)
+
 
 def _count_weights(target: ModelSpec) -> tuple[int, int]:
     """Return how many weights every step uses, and how many all routed experts have."""

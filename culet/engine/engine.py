@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from culet.cache.prefix import PrefixCache
 from culet.cache.spec import CacheLayout
 from culet.config import Config
-from culet.engine.build import MakeWorker, build_parts, finish_start
+from culet.engine.start.parts import build_parts, finish_start
+from culet.engine.start.worker import MakeWorker
 from culet.errors import BadRequest
 from culet.runner.worker import LaunchedStep
 from culet.scheduler.stats import SchedulerStats
@@ -33,7 +35,7 @@ class Engine:
         self.spec, self.defaults = setup.spec, setup.checkpoint.defaults
         self.device, self.dtype = setup.device, setup.dtype
         self.plan, self.draft_plan = setup.plan, setup.draft_plan
-        self.tokenizer, self.chat_template = parts.tokenizer, parts.chat_template
+        self.tokenizer, self.chat_template, self.media = parts.tokenizer, parts.chat_template, parts.media
         self.rules = parts.rules  # checks requests and fills in their defaults
         self.max_model_len = parts.rules.max_model_len
         self._scheduler, self._worker, self._grammars = parts.scheduler, parts.worker, parts.grammars
@@ -48,6 +50,11 @@ class Engine:
     def layout(self) -> CacheLayout:
         """The layout of the KV cache: how it is divided into pages."""
         return self._scheduler.layout
+
+    @property
+    def prefix_cache(self) -> PrefixCache | None:
+        """The resume points, or None if prefix caching is off."""
+        return self._scheduler.page_allocator.prefix
 
     # Requests
 

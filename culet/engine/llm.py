@@ -47,7 +47,7 @@ class LLM:
     def _start(self, config: Config) -> None:
         engine = Engine(config)
         self._loop = JobLoop(engine)
-        self._prompts = PromptReader(engine.tokenizer, engine.chat_template)
+        self._prompts = PromptReader(engine.tokenizer, engine.chat_template, engine.media)
 
     @property
     def engine(self) -> Engine:
@@ -67,6 +67,9 @@ class LLM:
     ) -> list[Result]:
         """Continue each prompt, which is a text or a list of token ids. Results are in the same order as the prompts.
 
+        A prompt with images, video or audio is a mapping with `prompt`, in which each medium is a placeholder such as
+        `<|image|>`, and `multi_modal_data`, such as {"image": [path, bytes, a picture of Pillow or an array]}.
+
         All prompts are checked before any is computed. `sampling_params` applies to all prompts, or is a list with one entry
         per prompt. With `use_tqdm`, a terminal shows the progress.
         """
@@ -81,20 +84,26 @@ class LLM:
         constrain_tool_calls: bool = True,
         enable_thinking: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[Result]:
         """Answer one conversation, or several, using the model's chat template.
 
+        The content of a message may be a list of parts: texts, and images, video and audio (see the guide to media).
+
         Results separate the answer (`text`) from thoughts (`reasoning`) and tool calls (`tool_calls`, with parsed arguments).
         With `constrain_tool_calls`, a grammar holds each call to the tools and their schemas. `chat_template_kwargs` are
-        variables of the template, and may include `enable_thinking`.
+        variables of the template, and may include `enable_thinking`. `mm_processor_kwargs` may have `max_soft_tokens`.
         """
         options = dict(chat_template_kwargs or {})
         enable_thinking = bool(options.pop("enable_thinking", enable_thinking))
         if _is_conversation(messages):
             messages = [messages]
         conversations = as_list(messages, "messages", "a list of messages")
-        prompts = [self._prompts.render(conversation, tools, enable_thinking, options) for conversation in conversations]
+        prompts = [
+            self._prompts.render(conversation, tools, enable_thinking, options, mm_processor_kwargs)
+            for conversation in conversations
+        ]
         if enable_thinking:
             sampling_params = [_after_thought(params) for params in _params_per_prompt(sampling_params, len(prompts))]
         if tools and constrain_tool_calls:
@@ -127,7 +136,7 @@ class LLM:
             params = _after_thought(params)
         if is_chat and tools and constrain_tool_calls:
             params = _hold_calls(params, self.engine.tool_call_grammar(tools))
-        request = self._loop.make_request(prompts[0].token_ids, params)
+        request = self._loop.make_request(prompts[0].token_ids, params, prompts[0].media, prompts[0].items)
         job = Job(request, params, self._chat_output(tools) if is_chat else self._plain_output())
         job.unread = deque()
         self._loop.add(job)
@@ -136,6 +145,7 @@ class LLM:
     def close(self) -> None:
         """Free the model and its memory. The LLM cannot be used afterwards."""
         self._loop.close()
+        self._prompts.close()
 
     def __enter__(self) -> Self:
         return self
@@ -160,7 +170,7 @@ class LLM:
         all_params = _params_per_prompt(sampling_params, len(prompts))
         finished: deque[Job] = deque()
         jobs = [
-            Job(self._make_request(index, prompt.token_ids, params), params, make_output, prompt.text, finished)
+            Job(self._make_request(index, prompt, params), params, make_output, prompt.text, finished)
             for index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True))
         ]
         waiting, num_left, num_failures = deque(jobs), len(jobs), self._loop.num_failures
@@ -181,10 +191,10 @@ class LLM:
                 self._loop.drop(job)
         return [job.result() for job in jobs]
 
-    def _make_request(self, index: int, prompt: Sequence[int], params: SamplingParams) -> Request:
+    def _make_request(self, index: int, prompt: TokenizedPrompt, params: SamplingParams) -> Request:
         """Make the request for a prompt. Errors name the prompt's index."""
         try:
-            return self._loop.make_request(prompt, params)
+            return self._loop.make_request(prompt.token_ids, params, prompt.media, prompt.items)
         except UserError as error:
             raise type(error)(f"prompt {index}: {error.message}", hint=error.hint) from None
 

@@ -100,11 +100,13 @@ def longest_sequence(layout: CacheLayout, num_slabs: int, limit: int) -> int:
     return low
 
 
-def slabs_for_cpu(layout: CacheLayout, *, max_num_seqs: int, chunk: int, max_position: int, wanted_len: int | None) -> int:
+def slabs_for_cpu(
+    layout: CacheLayout, *, max_num_seqs: int, chunk: int, max_position: int, wanted_len: int | None, num_ranks: int = 1
+) -> int:
     """Return the slabs for `max_num_seqs` moderate sequences, or for one of `wanted_len`, up to a share of the free memory."""
     typical = min(wanted_len or max_position, CPU_SEQUENCE_LEN)
     wanted = max(max_num_seqs * _roomy_slabs(layout, typical, chunk), least_slabs(layout, wanted_len or 2))
-    bound = free_cpu_memory() // CPU_MEMORY_SHARE // layout.slab_bytes
+    bound = free_cpu_memory() // CPU_MEMORY_SHARE // num_ranks // layout.slab_bytes
     num_slabs = max(min(wanted, bound), least_slabs(layout, 2))
     reason = f"{max_num_seqs} sequences of {typical} tokens" if num_slabs >= wanted else "a quarter of the free memory"
     chose("kv-cache-memory-bytes", f"{num_slabs * layout.slab_bytes / MIB:.0f} MiB", reason)

@@ -12,15 +12,18 @@ from typing import Any
 import torch
 
 from culet.attention.base import AttentionBackend
-from culet.attention.plan import AttentionPlan, plan_attention
-from culet.cache.spec import CacheLayout, plan_cache, stored_as
-from culet.config import Config, ScheduleConfig
+from culet.attention.plan import AttentionPlan, heads_of_rank, plan_attention
+from culet.cache.spec import CacheLayout, plan_cache, share_among, stored_as
+from culet.config import Config, ScheduleConfig, config_fields
 from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.engine.memory import cpu_has_bfloat16
 from culet.errors import ConfigError
 from culet.log import chose, logger
 from culet.models.checkpoint import Checkpoint, open_checkpoint
+from culet.models.sizes import check_ranks
 from culet.models.spec import ModelSpec
+from culet.parallel.rank import ONLY_RANK, Rank
+from culet.parallel.reduce.symmetric import may_overlap
 from culet.registry import load
 
 CPU_MAX_NUM_SEQS = 32
@@ -42,6 +45,7 @@ class Setup:
     backends: Sequence[AttentionBackend]  # the target's, in the order of its KV groups
     draft_backends: Mapping[int, AttentionBackend]  # the drafter's, by the index of the KV group they read
     has_graphs: bool  # decode steps, verify steps and draft rounds are captured as CUDA graphs
+    rank: Rank = ONLY_RANK  # of this process, or the first rank in an engine whose workers are elsewhere
 
     @property
     def spec(self) -> ModelSpec:
@@ -58,17 +62,24 @@ class Setup:
         return 1 + (config.schedule.async_scheduling and (self.is_gpu or "async_scheduling" in config.given))
 
 
-def resolve(config: Config) -> Setup:
-    """Open the checkpoint and make every choice that depends only on it, the config and the device."""
+def given_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that were given, as input for `build_config`."""
+    return {name: getattr(getattr(config, part), name) for name, (part, _) in config_fields().items() if name in config.given}
+
+
+def resolve(config: Config, rank_index: int = 0) -> Setup:
+    """Open the checkpoint and make every choice that depends only on it, the config, the device and the rank."""
     checkpoint = open_checkpoint(config.model.model, config.model.revision)
     spec = checkpoint.spec
-    device = resolve_device(config.model.device)
+    rank = Rank(rank_index, config.parallel.tensor_parallel_size)
+    check_ranks(spec, rank.size)
+    device = resolve_device(config.model.device, rank)
     dtype = resolve_dtype(config.model.dtype, device)
     _check_max_model_len(config.model.max_model_len, spec.max_position)
     choice = config.draft.choice
     draft_plan = None if choice is None else open_drafter(choice, spec)
     kv_specs = cache_specs(spec, draft_plan, dtype.itemsize, latent=config.cache.latent)
-    layout = plan_cache(stored_as(kv_specs, config.cache.kv_cache_dtype))
+    layout = plan_cache(share_among(stored_as(kv_specs, config.cache.kv_cache_dtype), rank.size))
     plan, backends = _plan_backends(spec, layout, device, config.model.attention_backend)
     draft_backends: dict[int, AttentionBackend] = {}
     if choice is not None and draft_plan is not None:
@@ -84,25 +95,39 @@ def resolve(config: Config) -> Setup:
         backends=backends,
         draft_backends=draft_backends,
         has_graphs=_can_capture(config, device, [*backends, *draft_backends.values()]),
+        rank=rank,
     )
 
 
-def resolve_device(name: str) -> torch.device:
-    """Return the device called `name`. `auto` is the first GPU, or the CPU if there is none."""
+def resolve_device(name: str, rank: Rank = ONLY_RANK) -> torch.device:
+    """Return the device called `name`. `auto` is the rank's GPU, or the CPU if there is no GPU. Each rank has its own GPU."""
     if name == "auto":
-        name = "cuda:0" if torch.cuda.is_available() else "cpu"
-        chose("device", name, "no CUDA GPU was found" if name == "cpu" else "the first GPU")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        found = "the first GPU" if rank.size == 1 else f"the first {rank.size} GPUs"
+        chose("device", name, "no CUDA GPU was found" if name == "cpu" else found)
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdigit())):
         raise ConfigError(f"device: got {name!r}, expected auto, cpu, cuda or cuda:N")
     if kind == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if rank.size > 1:
+        return _resolve_rank_device(name, rank, count)
     if int(index or 0) >= count:
         raise ConfigError(
             f"device: got {name!r}, but {count} CUDA GPUs were found", hint="use --device cpu, or run `culet doctor`"
         )
     return torch.device("cuda", int(index or 0))
+
+
+def _resolve_rank_device(name: str, rank: Rank, num_gpus: int) -> torch.device:
+    if name != "cuda":
+        problem = f"device: got {name!r}, but {rank.size} ranks use the first {rank.size} GPUs"
+        raise ConfigError(problem, hint="use --device cuda, and choose GPUs with CUDA_VISIBLE_DEVICES")
+    if rank.size > num_gpus and not (num_gpus and may_overlap()):
+        problem = f"tensor-parallel-size: got {rank.size}, but {num_gpus} CUDA GPUs were found"
+        raise ConfigError(problem, hint="use fewer ranks, or --device cpu")
+    return torch.device("cuda", rank.index % num_gpus)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -151,7 +176,7 @@ def _plan_backends(
     plan = plan_attention(groups, num_heads, str(device), choice, readers=readers)
     for group_plan in plan.groups:
         chose(f"attention of {group_plan.need.group} layers", group_plan.backend, group_plan.why)
-    return plan, [load(plan.path(group))(group, num_heads) for group in groups]
+    return plan, [load(plan.path(group))(group, heads_of_rank(group, num_heads)) for group in groups]
 
 
 def _plan_draft_backends(
@@ -161,7 +186,7 @@ def _plan_draft_backends(
     for group_plan in plan.groups:
         chose(f"the drafter's attention over {group_plan.need.group} pages", group_plan.backend, group_plan.why)
     groups = [group for group in layout.groups if group.name in drafter.readers(layout)]
-    return {group.index: load(plan.path(group))(group, drafter.num_heads) for group in groups}
+    return {group.index: load(plan.path(group))(group, heads_of_rank(group, drafter.num_heads)) for group in groups}
 
 
 def _can_capture(config: Config, device: torch.device, backends: Sequence[AttentionBackend]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from culet.kernels.eager import draft_round, fixed_step, fused, ops, sampling, towers
+from culet.kernels.eager import draft_round, fixed_step, fused, ops, ranks, sampling, token_shares, towers
 from culet.log import logger
 from culet.registry import lookup
 
@@ -35,6 +35,7 @@ TRITON_MODULES = (
     *("drafting.token_layout", "drafting.accept_drafts", "drafting.draft_head", "drafting.draft_round", "drafting.context_kv"),
     "drafting.copy_suffix",
     "linear.norm_linear",
+    "attention.token_shares",
 )
 # These are eager on purpose. cuBLAS is best at the first, only the eager twin of `prepare_qkv` needs the second, and the third
 # calls torch's own fused attention.
@@ -67,7 +68,7 @@ def eager_ops() -> dict[str, Any]:
     """Return the eager twin of every op, by name."""
     return {
         name: value
-        for module in (ops, fused, draft_round, sampling, fixed_step, towers)
+        for module in (ops, fused, draft_round, sampling, fixed_step, ranks, token_shares, towers)
         for name, value in vars(module).items()
         if isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }

@@ -69,6 +69,29 @@ class RaggedRows:
         return self.context_B.shape[0]
 
 
+class TokenShare(NamedTuple):
+    """The tokens that one of several ranks stores. Runs of tokens go to the ranks in turn."""
+
+    part: int  # number of this rank among them
+    num_parts: int  # number of ranks
+    run: int  # tokens per run
+    page_tokens: int  # tokens that a page covers, a multiple of num_parts * run. Each rank stores an equal number of them.
+
+
+class PeerBuffers(NamedTuple):
+    """Memory of every rank that all ranks can reach, in which they exchange rows of a reduction.
+
+    Every row has two places, used in turn, so that a rank may write its next row while others still read its last one.
+    """
+
+    rank: int  # number of this rank
+    data: tuple[Tensor, ...]  # by rank, [2, rows, ranks, columns] with the terms of each rank
+    arrived: tuple[Tensor, ...]  # by rank, int32 [2, rows, ranks], the turn of the term that each rank has written
+    turn: Tensor  # int32 [rows], how often each row has been used. Only this rank's own.
+    addresses: Tensor  # int64 [2 * ranks] on the device, of `data` and then of `arrived`
+    is_pushed: bool  # a rank writes its terms to the buffers of all ranks. Otherwise it writes to its own, and all read it.
+
+
 class Rope(NamedTuple):
     """The rotation of each token as cos and signed sin, float32 [T, 1, R]. Their halves are (c, c) and (-s, s)."""
 

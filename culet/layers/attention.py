@@ -18,7 +18,7 @@ from culet.layers.rope import plain_first, rotated_first
 from culet.layers.weight.base import MatrixLayout, Projection, Split
 from culet.layers.weight.weights import Weights
 from culet.parallel.rank import Rank
-from culet.parallel.reduce import PartialSum
+from culet.parallel.reduce.parts import PartialSum, join_shares
 
 MAX_E4M3 = 448.0
 
@@ -36,29 +36,60 @@ class Pass:
     fresh: dict[int, tuple[Tensor, Tensor]]  # new K and V of layers whose KV is read by other layers
 
 
-def heads_of(heads: HeadShape, rank: Rank) -> HeadShape:
-    """Return the heads that `rank` computes. Ranks that outnumber the KV heads share them."""
-    queries, keys = rank.share(heads.num_heads), rank.share(heads.num_kv_heads, may_repeat=True)
-    return replace(heads, num_heads=queries.stop - queries.start, num_kv_heads=keys.stop - keys.start)
+@dataclass(frozen=True)
+class HeadShare:
+    """The part of an attention layer's heads that a rank computes. It is a KV head and its query heads, or several of these.
+
+    If there are more ranks than KV heads, some ranks have the same heads. Each attends to its own part of the tokens.
+    """
+
+    rank: Rank
+    num_kv_heads: int  # in the pages of all ranks
+
+    @property
+    def token_shares(self) -> int:
+        """The number of ranks that share the tokens of a KV head."""
+        return max(1, self.rank.size // self.num_kv_heads)
+
+    @property
+    def partners(self) -> slice:
+        """The ranks with the same heads, this one included."""
+        first = self.rank.index - self.rank.index % self.token_shares
+        return slice(first, first + self.token_shares)
+
+    def of(self, heads: HeadShape) -> HeadShape:
+        """Return the heads of this rank, given those of all ranks."""
+        parts = min(self.rank.size, self.num_kv_heads)
+        return replace(heads, num_heads=heads.num_heads // parts, num_kv_heads=heads.num_kv_heads // parts)
 
 
 class Attention(Layer):
     """One layer's attention. Loading permutes the weights into the column order of `HeadShape`.
 
-    `heads` are those of the whole model. The attribute has those of the rank, and so must the pool and the backends of a pass.
+    `heads` are those of the whole model, and `num_kv_heads` is the number of KV heads in the pages that the layer reads. The
+    attribute `heads` has those of the rank, and so must the pool and the backends of a pass.
     """
 
     def __init__(
-        self, layer: int, kv_source: int, heads: HeadShape, hidden_size: int, rope_kind: int, weights: Weights
+        self,
+        layer: int,
+        kv_source: int,
+        heads: HeadShape,
+        num_kv_heads: int,
+        hidden_size: int,
+        rope_kind: int,
+        weights: Weights,
     ) -> None:
         super().__init__()
         self.ops = weights.ops
         self.layer, self.kv_source, self.rope_kind = layer, kv_source, rope_kind
-        self.heads = heads_of(heads, weights.rank)
+        self.share, self.all_reduce = HeadShare(weights.rank, num_kv_heads), weights.all_reduce
+        self.heads = self.share.of(heads)
         self.is_source = False  # True if later layers read this layer's KV
         size, rotated, num_q, num_kv = heads.head_dim, heads.rotated_dims, heads.num_heads, heads.num_kv_heads
         key_order = rotated_first if heads.k_eq_v else plain_first
-        projections = [Projection("q_proj", num_q * size, plain_first(size, rotated, num_q), unit=size)]
+        unit = num_q // num_kv_heads * size  # the query heads of a KV head stay together
+        projections = [Projection("q_proj", num_q * size, plain_first(size, rotated, num_q), unit=unit)]
         if num_kv:
             projections.append(Projection("k_proj", num_kv * size, key_order(size, rotated, num_kv), unit=size))
         if num_kv and not heads.k_eq_v:
@@ -67,7 +98,9 @@ class Attention(Layer):
         # The columns of V are the inputs of the output projection. In a K=V layer, they have the same order as the keys.
         value_order = rotated_first(size, rotated, num_q) if heads.k_eq_v else None
         out = (Projection("o_proj", hidden_size),)
-        self.out = weights.matrix_of(MatrixLayout(out, num_q * size, Split.COLUMNS, value_order, column_unit=size))
+        self.out = weights.matrix_of(
+            MatrixLayout(out, num_q * size, Split.COLUMNS, value_order, column_unit=unit, has_shared_columns=True)
+        )
         self.q_norm = weights.vector("q_norm.weight", size, order=plain_first(size, rotated))
         self.k_norm = weights.vector("k_norm.weight", size, order=key_order(size, rotated)) if num_kv else None
         self.key_scale_H: Tensor | None = None  # the factors that make keys fit e4m3, with columns plain | rotated
@@ -99,15 +132,21 @@ class Attention(Layer):
             q = q[whole.batch.logits_index_L]
         if not q.shape[0]:
             return PartialSum(x_TD[:0])
-        out_TNH = shared.backends[group].run(self.kv_source, shared.batch, pool, q, k, v)
-        return self.out.linear_parts(out_TNH.flatten(1))
+        return self.out.linear_parts(self._run(shared, q, k, v).flatten(1))
+
+    def _run(self, shared: Pass, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Run the backend. If ranks share the tokens, weight the output so that the reduction after `out` joins their parts."""
+        backend = shared.backends[shared.group_of[self.kv_source]]
+        if self.share.token_shares == 1:
+            return backend.run(self.kv_source, shared.batch, shared.pool, q, k, v)
+        assert self.all_reduce is not None
+        out_TNH, lse_TN = backend.run_share(self.kv_source, shared.batch, shared.pool, q)
+        return join_shares(out_TNH, lse_TN, self.all_reduce.gather(lse_TN)[self.share.partners])
 
     def attend(self, q_TX: Tensor, shared: Pass, dtype: torch.dtype) -> PartialSum:
         """Compute attention of projected queries, which may be in parts, over another layer's KV."""
         q = self.ops.prepare_q(q_TX, self.norm_weight, shared.ropes[self.rope_kind], self.heads, dtype)
-        backend = shared.backends[shared.group_of[self.kv_source]]
-        out_TNH = backend.run(self.kv_source, shared.batch, shared.pool, q, *shared.fresh[self.kv_source])
-        return self.out.linear_parts(out_TNH.flatten(1))
+        return self.out.linear_parts(self._run(shared, q, *shared.fresh[self.kv_source]).flatten(1))
 
     def finish(self, source: Attention) -> None:
         """Build one row of norm weights per query and key head. Call once, after loading.

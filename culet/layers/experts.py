@@ -6,7 +6,7 @@ from torch import Tensor
 
 from culet.layers.layer import Layer
 from culet.layers.weight.weights import Weights
-from culet.parallel.reduce import PartialSum
+from culet.parallel.reduce.parts import PartialSum
 
 
 class Experts(Layer):

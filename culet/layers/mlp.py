@@ -7,7 +7,7 @@ from torch import Tensor
 from culet.layers.layer import Layer
 from culet.layers.weight.base import Projection, Split
 from culet.layers.weight.weights import Weights
-from culet.parallel.reduce import PartialSum
+from culet.parallel.reduce.parts import PartialSum
 
 
 class MLP(Layer):

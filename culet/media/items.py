@@ -16,7 +16,7 @@ class MediaKind(StrEnum):
         return {"image": "an image", "video": "a video", "audio": "audio"}[self.value]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class MediaItem:
     """One span of soft tokens before the tower: decoded, resized, and named by its content.
 

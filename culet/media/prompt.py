@@ -16,7 +16,7 @@ from culet.types import MediaSpan
 class ExpandedPrompt:
     """A prompt with a place for every soft token. `items[i]` fills `spans[i]`."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     spans: tuple[MediaSpan, ...]
     items: tuple[MediaItem, ...]
 

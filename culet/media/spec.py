@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,10 @@ class MediaTokens:
     image_end: int = 258882
     audio_begin: int = 256000
     audio_end: int = 258883
+
+    @property
+    def all_ids(self) -> frozenset[int]:
+        return frozenset(astuple(self))
 
     def placeholder(self, kind: MediaKind) -> int:
         return {MediaKind.IMAGE: self.image, MediaKind.VIDEO: self.video, MediaKind.AUDIO: self.audio}[kind]

@@ -6,8 +6,9 @@ Shapes: T new tokens of all rows · L tokens whose logits are needed · D model 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 
 from torch import Tensor, nn
 
@@ -23,6 +24,8 @@ from culet.layers.rope import inverse_frequencies
 from culet.layers.weight.base import Matrix, Projection, Split
 from culet.layers.weight.weights import Weights
 from culet.models.spec import LayerSpec, ModelSpec, RopeSpec
+from culet.parallel.reduce.norms import RankNorms
+from culet.parallel.reduce.parts import AllReduce, join_columns
 
 LOGITS_ROWS = 256  # rows of logits that callers compute at a time, which take 256 MiB at Gemma's vocabulary
 AFTER_FINAL_NORM = -1  # the tap for the hidden state after the final norm
@@ -64,6 +67,7 @@ class DecoderLayer(Layer):
     def __init__(self, spec: ModelSpec, layer: LayerSpec, rope_kind: int, *, weights: Weights, latent: bool) -> None:
         super().__init__()
         self.ops = weights.ops
+        self.norms: ModuleType | RankNorms = self.ops  # those after attention, MLP and experts
         self.eps, size = spec.rms_eps, spec.hidden_size
         heads = HeadShape(
             num_heads=layer.num_heads,
@@ -74,7 +78,8 @@ class DecoderLayer(Layer):
             latent=latent and layer.k_eq_v,
             eps=spec.rms_eps,
         )
-        self.attention = Attention(layer.index, layer.kv_source, heads, size, rope_kind, weights.below("self_attn."))
+        attention = weights.below("self_attn.")
+        self.attention = Attention(layer.index, layer.kv_source, heads, layer.num_kv_heads, size, rope_kind, attention)
         self.mlp = MLP(size, layer.mlp_width, weights.below("mlp."))
         self.input_norm = weights.vector("input_layernorm.weight", size)
         self.post_attention_norm = weights.vector("post_attention_layernorm.weight", size)
@@ -93,6 +98,14 @@ class DecoderLayer(Layer):
             self.ple_projection = weights.matrix(Projection("per_layer_projection", size), num_columns=spec.ple_dim)
             self.post_ple_norm = weights.vector("post_per_layer_input_norm.weight", size)
 
+    def fuse_sums(self, all_reduce: AllReduce) -> None:
+        """Leave the sums over ranks to the norms, which can add the terms of few tokens themselves."""
+        weights = [self.attention.out, self.mlp.down, *([] if self.experts is None else [self.experts.stack])]
+        if all(weight.can_leave_sum for weight in weights):
+            for weight in weights:
+                weight.leave_sum()
+            self.norms = RankNorms(self.ops, all_reduce)
+
     def forward(
         self,
         x_TD: Tensor,
@@ -110,23 +123,24 @@ class DecoderLayer(Layer):
 
         Every branch (attention, MLP, experts, per-layer embedding) ends in a PartialSum that the following norm adds up.
         """
-        ops, eps = self.ops, self.eps
+        norms, eps = self.norms, self.eps
         attended = self.attention(normed_TD, shared, whole)
         if not x_TD.shape[0]:
             return x_TD, None
         if self.experts is not None:
             pre_norms = self.pre_mlp_norm, self.pre_experts_norm
-            x_TD, normed, for_experts = ops.residual_norm_two(x_TD, attended, self.post_attention_norm, *pre_norms, eps)
+            x_TD, normed, for_experts = norms.residual_norm_two(x_TD, attended, self.post_attention_norm, *pre_norms, eps)
             weights = self.post_dense_norm, self.post_experts_norm, self.post_mlp_norm
             dense, routed = self.mlp(normed), self.experts(x_TD, for_experts)
-            return ops.residual_norm_joint(x_TD, dense, routed, weights, self.scalar, next_norm_D, eps)
-        x_TD, normed = ops.residual_norm(x_TD, attended, self.post_attention_norm, None, self.pre_mlp_norm, eps)
+            return norms.residual_norm_joint(x_TD, dense, routed, weights, self.scalar, next_norm_D, eps)
+        x_TD, normed = norms.residual_norm(x_TD, attended, self.post_attention_norm, None, self.pre_mlp_norm, eps)
         out = self.mlp(normed)
         if ple_TP is None:
-            return ops.residual_norm(x_TD, out, self.post_mlp_norm, self.scalar, next_norm_D, eps)
-        x_TD, _ = ops.residual_norm(x_TD, out, self.post_mlp_norm, None, None, eps)
+            return norms.residual_norm(x_TD, out, self.post_mlp_norm, self.scalar, next_norm_D, eps)
+        x_TD, _ = norms.residual_norm(x_TD, out, self.post_mlp_norm, None, None, eps)
         extra = self.ple_projection.linear_parts(self.ple_gate.linear_gelu_times(x_TD, ple_TP))
-        return ops.residual_norm(x_TD, extra, self.post_ple_norm, self.scalar, next_norm_D, eps)
+        # Every rank has the whole per-layer projection.
+        return self.ops.residual_norm(x_TD, extra, self.post_ple_norm, self.scalar, next_norm_D, eps)
 
 
 class Gemma4(Layer):
@@ -135,14 +149,15 @@ class Gemma4(Layer):
     def __init__(self, spec: ModelSpec, weights: Weights, *, latent: bool = True) -> None:
         super().__init__()
         self.spec, self.dtype, self.device, self.latent = spec, weights.dtype, weights.device, latent
-        self.ops, self.rank = weights.ops, weights.rank
+        self.ops, self.rank, self.all_reduce = weights.ops, weights.rank, weights.all_reduce
         # The table is also the head, unless the checkpoint quantises them differently.
         self.embedding = weights.table(
             "embed_tokens", spec.vocab_size, spec.hidden_size, scale=spec.hidden_size**0.5, split=Split.ROWS
         )
         self.head: Matrix | None = None
         if spec.has_head:
-            self.head = weights.matrix(Projection("lm_head", spec.vocab_size), num_columns=spec.hidden_size)
+            head = Projection("lm_head", spec.vocab_size)
+            self.head = weights.matrix(head, num_columns=spec.hidden_size, split=Split.ROWS)
         kinds: dict[tuple[RopeSpec, int], int] = {}
         layers = []
         for layer in spec.layers:
@@ -150,6 +165,9 @@ class Gemma4(Layer):
             layers.append(DecoderLayer(spec, layer, kind, weights=weights.below(f"layers.{layer.index}."), latent=latent))
         self.layers = nn.ModuleList(layers)
         self._layers = layers  # the same layers, typed and faster to iterate over
+        if weights.all_reduce is not None:
+            for decoder_layer in layers:
+                decoder_layer.fuse_sums(weights.all_reduce)
         self._rehearsed: frozenset[int] | None = None  # the layers that run; None means all
         for layer in spec.layers:
             if not layer.owns_kv:
@@ -222,6 +240,7 @@ class Gemma4(Layer):
         """Make `forward` run only a few layers that together launch every kernel of a step. Its result is meaningless.
 
         If `taps` lists the tapped layers, the peak memory equals that of all layers, because each layer frees what it used.
+        With several ranks, no rank waits for the others.
         """
         kinds: dict[object, list[int]] = {}
         for index, layer in enumerate(self._layers):
@@ -235,7 +254,8 @@ class Gemma4(Layer):
         chosen |= {index for tap in taps for index in (tap - 1, tap) if index >= 0}
         self._rehearsed = frozenset(chosen | {self._layers[index].attention.kv_source for index in chosen})
         try:
-            yield
+            with nullcontext() if self.all_reduce is None else self.all_reduce.alone():
+                yield
         finally:
             self._rehearsed = None
 
@@ -258,7 +278,8 @@ class Gemma4(Layer):
         if self.head is None:
             return self.embedding.capped_head(x_LD, cap)
         logits_LV: Tensor = self.ops.softcap(self.head.linear(x_LD), cap)
-        return logits_LV
+        rows = self.head.layout.rows(self.head.layout.projections[0], self.rank)
+        return join_columns(logits_LV, rows, self.spec.vocab_size, self.all_reduce)
 
     def head_candidates(self, x_RD: Tensor, cap: float | None) -> Candidates:
         """Return candidates that include the most likely token of each row. The rows may be [R, K, D]."""
@@ -291,7 +312,7 @@ class Gemma4(Layer):
         """
         groups = pool.layout.groups
         if before is None:
-            stores = [self.ops.stores(batch.groups[g.index].kv_address_T, g.page_tokens) for g in groups]
+            stores = [self.ops.stores(batch.groups[g.index].kv_address_T, g.stored_tokens) for g in groups]
         else:
             stores = [None] * len(groups)
         return Pass(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from culet.cache.spec import CacheLayout, KVGroup
-from culet.errors import CheckpointError
+from culet.errors import CheckpointError, ConfigError
 from culet.models.spec import LayerSpec, ModelSpec
 from culet.models.towers.spec import read_towers
 
@@ -25,7 +25,7 @@ def text_weights(spec: ModelSpec) -> dict[str, int]:
         parts["per-layer embeddings"] = spec.ple_vocab_size * packed
         per_layer = 2 * spec.ple_dim * hidden + hidden
         parts["per-layer projections"] = packed * hidden + spec.ple_dim + num_layers * per_layer
-    parts["attention"] = sum(_attention_weights(layer, hidden) for layer in spec.layers)
+    parts["attention"] = sum(attention_weights(layer, hidden) for layer in spec.layers)
     parts["dense MLP"] = sum(3 * hidden * layer.mlp_width for layer in spec.layers)
     num_norms = 4
     if spec.moe is not None:
@@ -47,7 +47,22 @@ def check_size(spec: ModelSpec) -> None:
         raise CheckpointError(f"config.json: {problem}", hint="no model is this large: the file is damaged")
 
 
-def _attention_weights(layer: LayerSpec, hidden: int) -> int:
+def check_ranks(spec: ModelSpec, num_ranks: int) -> None:
+    """Raise if the model is never divided among ranks. `share_among` raises if its heads do not allow this many."""
+    if num_ranks > 1 and spec.ple_dim:
+        raise ConfigError(
+            f"tensor-parallel-size: got {num_ranks}, but E2B and E4B are too small to be divided among GPUs",
+            hint="use replicas: one server per GPU, each with the whole model",
+        )
+    sizes = [("vocabulary", spec.vocab_size), *(("MLP's width", layer.mlp_width) for layer in spec.layers)]
+    sizes += [] if spec.moe is None else [("experts' width", spec.moe.width)]
+    for name, size in sizes:
+        if size % num_ranks:
+            problem = f"got {num_ranks}, which does not divide the {name} of {size}"
+            raise ConfigError(f"tensor-parallel-size: {problem}", hint="use a power of two")
+
+
+def attention_weights(layer: LayerSpec, hidden: int) -> int:
     """Count q, o and q_norm. A layer that owns its KV adds k, k_norm, and v unless K and V share a projection."""
     total = 2 * hidden * layer.num_heads * layer.head_dim + layer.head_dim
     if layer.owns_kv:

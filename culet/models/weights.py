@@ -1,7 +1,7 @@
-"""Fill a model or a drafter from safetensors files. Names and shapes are checked first, then tensors are read one by one.
+"""Fill a model or a drafter from its files. Names and shapes are checked first. Then tensors are read, file by file.
 
-Each file is memory-mapped and closed before the next one is opened. So the host needs memory for the largest file in addition
-to the weights. Weights of the vision and audio parts are skipped by name, and nothing is allocated for them.
+The host needs memory for the reads that are under way (`read_ahead.py`) in addition to the weights. Weights of the vision and
+audio parts are skipped by name, and nothing is allocated for them.
 """
 
 from __future__ import annotations
@@ -10,57 +10,38 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from culet.errors import CheckpointError, ConfigError
-from culet.layers.weight.byte_sizes import stored_bytes
 from culet.layers.weight.placement import FLOATS, INTEGERS, Placement
 from culet.layers.weight.quantised.choose import SKIPPED, StoredFormats, rounded
-from culet.layers.weight.quantised.gguf import BlockSlice
 from culet.layers.weight.weights import Weights
 from culet.log import chose
 from culet.models.checkpoint import Checkpoint
-from culet.models.folder import GGUF_SUFFIX, read_json, read_model_config
+from culet.models.folder import read_model_config
 from culet.models.gemma4 import Gemma4
 from culet.models.quantised.config import read_quantisation, trained_file
-from culet.models.quantised.gguf_file import GgufFile, read_gguf
 from culet.models.random_weights import draw_model
+from culet.models.read_ahead import plan_reads, run_reads
 from culet.models.spec import ModelSpec
+from culet.models.weight_files import StoredTensor, listed, open_file, read_headers, weight_files
+from culet.parallel.group import RankGroup
+from culet.parallel.rank import ONLY_RANK
 
 AUTO = "auto"  # keep the precision of the checkpoint
 PLAIN_TYPES = FLOATS | INTEGERS
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 # The longest comes first, because the decoder of a wrapped model has the longer prefix.
 _PREFIXES = ("model.language_model.", "model.")
 _TOWERS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\.")
 _HEAD = "lm_head"  # stored by some tools, although it equals the embedding table
-_NUM_LISTED = 5  # number of names that an error lists
-_LISTED_CHARS = 100  # characters of each of them
-_MAX_NAME_BYTES = 255  # of a file name, the limit of common file systems
 _SCANNED = 1 << 24  # values that are checked at a time
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """The description of a tensor in a file's header."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        return stored_bytes(self.dtype, self.shape)
 
 
 class Fillable(Protocol):
@@ -82,14 +63,17 @@ def load_model(
     latent: bool = True,
     quantization: str = AUTO,
     progress: bool = True,
+    group: RankGroup | None = None,
 ) -> Gemma4:
     """Load the checkpoint's decoder onto `device`, ready to run with activations in `dtype`.
 
-    With a `quantization` of fp8 or int4, plain weights are quantised while they are loaded.
+    With a `quantization` of fp8 or int4, plain weights are quantised while they are loaded. With a `group` of ranks, only this
+    rank's part is loaded.
     """
     if quantization != AUTO and checkpoint.random is None:
         _explain_rounding(quantization, checkpoint)
-    weights = Weights(dtype, torch.device(device))
+    rank = ONLY_RANK if group is None else group.rank
+    weights = Weights(dtype, torch.device(device), rank, group)
     if checkpoint.random is not None:
         return draw_model(checkpoint.spec, checkpoint.random, choose_rounding(weights, quantization), latent=latent)
 
@@ -129,7 +113,7 @@ def load_weights(
 
     `match` selects the stored names to read and returns a map of placement name -> stored name. `folder` may be a GGUF file.
     """
-    stored = _read_headers(folder)
+    stored = read_headers(folder)
     chosen = {local: name for local, name in match(stored).items() if name.rpartition(".")[2] not in SKIPPED}
     weights = _choose_formats(folder, weights, stored, chosen, quantization)
     # Build on the meta device first, so that a checkpoint that does not match raises before memory is allocated.
@@ -137,13 +121,14 @@ def load_weights(
     _check(folder, places, stored, chosen)
     _check_scales(folder, places, stored, chosen)
     model = build(weights)
-    _stream(model.placements(), stored, chosen, progress, "Loading" if quantization == AUTO else "Quantising")
+    words = "Loading weights" if quantization == AUTO else "Quantising weights"
+    _fill(model.placements(), stored, chosen, weights.device, words=words, progress=progress)
     model.finish()
     return model
 
 
 def _choose_formats(
-    folder: Path, weights: Weights, stored: dict[str, _Stored], chosen: dict[str, str], quantization: str
+    folder: Path, weights: Weights, stored: dict[str, StoredTensor], chosen: dict[str, str], quantization: str
 ) -> Weights:
     """Return `weights` with the formats that the checkpoint has, or those that its plain weights are quantised to."""
     headers = {local: stored[name] for local, name in chosen.items()}
@@ -155,81 +140,6 @@ def _choose_formats(
         problem = f"quantization: got {quantization}, but the weights of {folder} are already quantised"
         raise ConfigError(problem, hint="omit --quantization, or pass the bfloat16 checkpoint")
     return choose_rounding(weights, quantization)
-
-
-def _read_headers(folder: Path) -> dict[str, _Stored]:
-    """Return every tensor in the folder's files by its stored name."""
-    found: dict[str, _Stored] = {}
-    for file in _files(folder):
-        with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (an open file is not a dict)
-                header = tensors.get_slice(name)
-                found[name] = _Stored(file, tuple(header.get_shape()), str(header.get_dtype()))
-    return found
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return the files with the weights: those listed in the index, or the single file."""
-    if (folder / INDEX_FILE).is_file():
-        weight_map = read_json(folder / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: expected an object that maps tensor names to file names")
-        names = sorted(set(weight_map.values()))
-        odd = [name for name in names if not name.isprintable() or not 0 < len(name.encode()) <= _MAX_NAME_BYTES]
-        if odd:
-            problem = f"got {_listed([ascii(name) for name in odd], 'file name')}"
-            raise CheckpointError(
-                f"{folder / INDEX_FILE}: weight_map: {problem}, expected printable names of 1 to {_MAX_NAME_BYTES} bytes"
-            )
-        outside = [name for name in names if Path(name).name != name]
-        if outside:
-            raise CheckpointError(f"{folder / INDEX_FILE}: weight_map: got {_listed(outside, 'file')} outside this folder")
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            hint = "part of the model is missing: download it again"
-            raise CheckpointError(f"{folder}: cannot find {_listed(missing, 'file')} listed in {INDEX_FILE}", hint=hint)
-        return [folder / name for name in names]
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    blocks = sorted(folder.glob("*.gguf"))
-    if len(blocks) == 1:
-        return blocks
-    hint = f"expected {SINGLE_FILE}, {INDEX_FILE} with the files that it lists, or one GGUF file"
-    raise CheckpointError(f"{folder}: the folder has no weights", hint=hint)
-
-
-@contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    """Open a memory-mapped safetensors or GGUF file. Errors name the file."""
-    if file.suffix == GGUF_SUFFIX:
-        yield _Blocks(read_gguf(file))
-        return
-    try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            yield tensors
-    except (SafetensorError, OSError, ValueError) as error:
-        problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        hint = "the file is damaged or incomplete: download it again"
-        raise CheckpointError(f"{file}: cannot be read: {problem}", hint=hint) from error
-
-
-class _Blocks:
-    """An open GGUF file, with the methods of an open safetensors file."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self._file = file
-        self._bytes = np.memmap(file.path, mode="r")
-
-    def keys(self) -> list[str]:
-        return list(self._file.tensors)
-
-    def get_slice(self, name: str) -> BlockSlice:
-        tensor = self._file.tensors[name]
-        raw = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes]
-        return BlockSlice(raw, tensor.shape, tensor.kind, tensor.values_per_block, tensor.bytes_per_block)
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self.get_slice(name)[...]
 
 
 def _match_names(stored: Iterable[str], spec: ModelSpec) -> dict[str, str]:
@@ -257,22 +167,15 @@ def _match_names(stored: Iterable[str], spec: ModelSpec) -> dict[str, str]:
     return chosen
 
 
-def _listed(names: list[str], noun: str) -> str:
-    """Format names as `3 tensors (a, b, c)`. A long list shows only the first few names."""
-    more = ", ..." if len(names) > _NUM_LISTED else ""
-    shown = [name if len(name) <= _LISTED_CHARS else f"{name[:_LISTED_CHARS]}..." for name in names[:_NUM_LISTED]]
-    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'} ({', '.join(shown)}{more})"
-
-
 def explain_not_finite(folder: Path) -> CheckpointError:
     """Return the error for a model whose logits are not finite. It names the tensors with such values, if there are any."""
     found = []
-    for file in _files(folder):
-        with _open(file) as tensors:
+    for file in weight_files(folder):
+        with open_file(file) as tensors:
             names = [name for name in tensors.keys() if not _TOWERS.match(name)]  # noqa: SIM118 (an open file is not a dict)
             found += [name for name in names if not _is_finite(tensors.get_tensor(name))]
     if found:
-        problem = f"{_listed(found, 'tensor')} with values that are NaN or infinite, so the model's logits are not finite"
+        problem = f"{listed(found, 'tensor')} with values that are NaN or infinite, so the model's logits are not finite"
         return CheckpointError(f"{folder}: {problem}", hint="the checkpoint is damaged: download it again")
     problem = "the model's logits are not finite, although all of its weights are"
     return CheckpointError(f"{folder}: {problem}", hint="config.json may belong to another model; or try --dtype float32")
@@ -284,15 +187,15 @@ def _is_finite(tensor: Tensor) -> bool:
     )
 
 
-def _check(folder: Path, places: dict[str, Placement], stored: dict[str, _Stored], chosen: dict[str, str]) -> None:
+def _check(folder: Path, places: dict[str, Placement], stored: dict[str, StoredTensor], chosen: dict[str, str]) -> None:
     """Raise if the checkpoint's tensors are not those of the model. The error lists the differences."""
     problems = []
     missing = [name for name in places if name not in chosen]
     if missing:
-        problems.append(f"{_listed(missing, 'tensor')} missing")
+        problems.append(f"{listed(missing, 'tensor')} missing")
     unexpected = [chosen[name] for name in chosen if name not in places]
     if unexpected:
-        problems.append(f"{_listed(unexpected, 'tensor')} unexpected")
+        problems.append(f"{listed(unexpected, 'tensor')} unexpected")
     known = [(name, stored[chosen[name]]) for name in places if name in chosen]
     misshapen = [
         f"{chosen[name]}: {list(tensor.shape)}, expected {list(places[name].shape)}"
@@ -300,45 +203,48 @@ def _check(folder: Path, places: dict[str, Placement], stored: dict[str, _Stored
         if not places[name].fits(tensor.shape)
     ]
     if misshapen:
-        problems.append(f"{_listed(misshapen, 'tensor')} with the wrong shape")
+        problems.append(f"{listed(misshapen, 'tensor')} with the wrong shape")
     strange = [f"{chosen[name]}: {tensor.dtype}" for name, tensor in known if tensor.dtype not in places[name].types]
     if strange:
-        problems.append(f"{_listed(strange, 'tensor')} of an unsupported type")
+        problems.append(f"{listed(strange, 'tensor')} of an unsupported type")
     if problems:
         hint = "config.json and the weights belong to different models, or the checkpoint is quantised or incomplete"
         raise CheckpointError(f"{folder}: {'; '.join(problems)}", hint=hint)
 
 
-def _by_file(names: Iterable[str], stored: dict[str, _Stored], chosen: dict[str, str]) -> dict[Path, list[str]]:
+def _by_file(names: Iterable[str], stored: dict[str, StoredTensor], chosen: dict[str, str]) -> dict[Path, list[str]]:
     files: dict[Path, list[str]] = {}
     for name in names:
         files.setdefault(stored[chosen[name]].file, []).append(name)
     return files
 
 
-def _check_scales(folder: Path, places: dict[str, Placement], stored: dict[str, _Stored], chosen: dict[str, str]) -> None:
+def _check_scales(folder: Path, places: dict[str, Placement], stored: dict[str, StoredTensor], chosen: dict[str, str]) -> None:
     """Raise if a scale of quantised weights is not finite. It would spoil whole groups of weights."""
     found = []
     for file, names in _by_file((name for name in places if places[name].is_scale), stored, chosen).items():
-        with _open(file) as tensors:
+        with open_file(file) as tensors:
             found += [chosen[name] for name in names if not _is_finite(tensors.get_tensor(chosen[name]))]
     if found:
-        problem = f"{_listed(found, 'scale')} with values that are NaN or infinite"
+        problem = f"{listed(found, 'scale')} with values that are NaN or infinite"
         raise CheckpointError(f"{folder}: {problem}", hint="the checkpoint is damaged: download it again")
 
 
-def _stream(
-    places: dict[str, Placement], stored: dict[str, _Stored], chosen: dict[str, str], progress: bool, verb: str
+def _fill(
+    places: dict[str, Placement],
+    stored: dict[str, StoredTensor],
+    chosen: dict[str, str],
+    device: torch.device,
+    *,
+    words: str,
+    progress: bool,
 ) -> None:
     """Copy each tensor into its placement, file by file. A rank reads only its own regions."""
-    by_file = _by_file(chosen, stored, chosen)
-    total = sum(stored[stored_name].num_bytes for stored_name in chosen.values())
-    with progress_bar(f"{verb} weights", total, progress) as advance:
-        for file, names in by_file.items():
-            with _open(file) as tensors:
-                for name in names:
-                    places[name].fill(tensors.get_slice(chosen[name]))
-                    advance(stored[chosen[name]].num_bytes)
+    names = [name for names in _by_file(chosen, stored, chosen).values() for name in names]
+    reads = [read for name in names for read in plan_reads(stored[chosen[name]], places[name])]
+    with progress_bar(words, sum(read.num_bytes for read in reads), progress) as advance:
+        for read in run_reads(reads, device):
+            advance(read.num_bytes)
 
 
 @contextmanager
@@ -351,32 +257,3 @@ def progress_bar(words: str, total: int, is_wanted: bool) -> Iterator[Callable[[
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(words, total=total)
         yield lambda num_bytes: bar.advance(task, num_bytes)
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file. It is read on request, whole or one matrix of a stack at a time."""
-
-    name: str
-    stored: _Stored
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stored.num_bytes
-
-    def read(self, index: int | None = None) -> Tensor:
-        with _open(self.stored.file) as tensors:
-            value: Tensor = (
-                tensors.get_tensor(self.name) if index is None else tensors.get_slice(self.name)[index : index + 1][0]
-            )
-        return value
-
-
-def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
-    """Yield the tensors of a checkpoint, file by file."""
-    for name, stored in _read_headers(folder).items():
-        yield StoredTensor(name, stored)

@@ -165,6 +165,10 @@ class Runner:
         scores = drawn.scored, drawn.prompts
         return Pending(plan.step_id, copy, route.groups, num_proposed, has_accepted, *scores, grammars, store)
 
+    @property
+    def num_slabs(self) -> int:
+        return self.pool.num_slabs
+
     def device_seconds(self) -> Mapping[str, float]:
         """Return how many seconds the device has spent on verifying and on proposing drafts since the start."""
         return {name: self.clock.seconds(name) for name in ("verify", "draft")}
@@ -239,7 +243,7 @@ class Runner:
         unread = None
         if self.deferred is not None and keeps_features(rows) and not any(row.num_wanted for row in rows):
             unread = self.deferred.group
-        batch = fill(rows, self.pool.layout, self.tokens_SL, unread, route.media)
+        batch = self.target.own_share(fill(rows, self.pool.layout, self.tokens_SL, unread, route.media))
         self.target.plan(batch)
         hidden = self.target.forward(batch)
         if self.deferred is not None:

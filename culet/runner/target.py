@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from culet.attention.base import AttentionBackend
-from culet.attention.batch import ForwardBatch
+from culet.attention.batch import ForwardBatch, own_share
 from culet.cache.pool import Pool
 from culet.models.gemma4 import Gemma4, Hidden
 
@@ -46,6 +46,10 @@ class Target:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    def own_share(self, batch: ForwardBatch) -> ForwardBatch:
+        """Return the batch of this rank. It is the same unless ranks share the tokens of a KV group."""
+        return own_share(batch, self.pool.layout.groups, self.model.rank.index)
 
     def plan(self, batch: ForwardBatch) -> None:
         """Do the backends' work on the host. Call before `forward`."""

@@ -1,32 +1,40 @@
-"""Workers run StepPlans. A `Runner` is a worker in the engine's process, and a `ProcessWorker` is a Runner in another one.
+"""Workers run StepPlans. A `Runner` is a worker in the engine's process. A `ProcessWorker` is a Runner in another process, or
+one in each of several processes, the ranks of a model.
 
-The engine uses only this interface once everything is built, so a worker may also be one of several ranks.
+The engine uses only this interface once everything is built.
 
-A ProcessWorker and its process (`worker_process.py`) exchange msgpack messages over a socket pair. Each message is prefixed by
-its length. The process is told the name of the function that builds its Runner. Each plan is sent once. Results come back in
-the order of the plans, and a plan may be sent before the result of the previous one has arrived.
+A ProcessWorker and its processes (`worker_process.py`) exchange msgpack messages over socket pairs. Each message is prefixed by
+its length. A process is told the name of the function that builds its Runner. Each plan is encoded once and sent to every
+process. Results come back in the order of the plans, and a plan may be sent before the result of the previous one has arrived.
+
+Ranks live and die together. If one dies or fails in a step, the others wait for it in a reduction, so all are ended.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
+import tempfile
+import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
 
-from culet.child import child_environment, python_command
+from culet.child import start_bound_process
 from culet.errors import CuletError, WorkerDied, error_of
-from culet.frames import LENGTH_BYTES, frame, frame_length
+from culet.frames import LENGTH_BYTES, FrameReader, frame, frame_length
 from culet.types import StepPlan, StepResult
 
-STOP_LIMIT_S = 5.0  # time for the process to end by itself
+STOP_LIMIT_S = 5.0  # time for the processes to end by themselves
+_EXIT_LIMIT_S = 0.5  # time for a rank that closed its connection to be seen to have ended
 
 
 class LaunchedStep(Protocol):
@@ -38,6 +46,10 @@ class LaunchedStep(Protocol):
 
 class Worker(Protocol):
     """Runs steps in the order of their plans."""
+
+    @property
+    def num_slabs(self) -> int:
+        """The number of slabs in the KV cache."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step. The next one may be launched before its result is read."""
@@ -65,6 +77,8 @@ class RunStep(Struct, tag="step", frozen=True):
 
 class Built(Struct, tag="built", frozen=True):
     """The Runner is ready for plans."""
+
+    num_slabs: int
 
 
 class StepDone(Struct, tag="result", frozen=True):
@@ -114,78 +128,147 @@ def _receive(connection: socket.socket, count: int) -> bytearray:
 # The engine's side
 
 
-class ProcessWorker:
-    """A Runner in another process. Not thread-safe."""
+class _RankProcess:
+    """One of the processes, and the reports that have arrived from it."""
 
-    def __init__(self, builder: str, **arguments: Any) -> None:
-        """Start the process and wait until its Runner is built by `builder` ("module:function").
-
-        The arguments are plain data (numbers, strings, lists and dicts).
-        """
-        self._connection, theirs = socket.socketpair()
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.connection, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                python_command("culet.runner.worker_process", str(theirs.fileno())),
-                env=child_environment(),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C goes to this process, which then ends the other
-            )
-        self._end = weakref.finalize(self, _end, self._process, self._connection)  # also runs at exit
+            self.process = start_bound_process("culet.runner.worker_process", theirs.fileno())
+        self.reports: deque[Report] = deque()  # oldest first
+        self._frames = FrameReader(report_decoder)
+
+    def receive(self) -> None:
+        """Read what has arrived. Raise OSError if the process is gone."""
+        data = self.connection.recv(1 << 20)
+        if not data:
+            raise ConnectionError("the connection was closed")
+        self.reports.extend(self._frames.push(data))
+
+
+class ProcessWorker:
+    """A Runner in another process, or one in each of several ranks. Not thread-safe."""
+
+    def __init__(self, builder: str, *, num_ranks: int = 1, **arguments: Any) -> None:
+        """Start the processes and wait until their Runners are built by `builder` ("module:function").
+
+        The arguments are plain data (numbers, strings, lists and dicts). With several ranks, `builder` also gets `rank_index`,
+        and `meeting_file`, the path at which ranks find each other.
+        """
+        self._ranks: list[_RankProcess] = []
+        self._end = weakref.finalize(self, _end, self._ranks)  # also runs at exit
         self._in_flight: deque[_RemoteStep] = deque()  # oldest first
         self._device_seconds: dict[str, float] = {"verify": 0.0, "draft": 0.0}
-        try:
-            self._send(Build(builder, arguments))
-            report = self._receive()
-            if isinstance(report, WorkerFailed):
-                raise report.error()
-        except BaseException:
-            self._end()
-            raise
+        self._is_built = False
+        with tempfile.TemporaryDirectory(prefix="culet-") as folder:
+            try:
+                self._ranks += [_RankProcess(index) for index in range(num_ranks)]
+                for rank in self._ranks:
+                    own = {"rank_index": rank.index, "meeting_file": str(Path(folder) / "ranks")} if num_ranks > 1 else {}
+                    self._send(rank, frame(Build(builder, arguments | own)))
+                reports = self._receive()
+                for report in reports:
+                    if isinstance(report, WorkerFailed):
+                        raise report.error()
+                assert isinstance(reports[0], Built)
+                self.num_slabs = reports[0].num_slabs
+            except BaseException:
+                self._end()
+                raise
+        self._is_built = True
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pids(self) -> list[int]:
+        """The processes, by rank."""
+        return [rank.process.pid for rank in self._ranks]
 
     def launch(self, plan: StepPlan) -> _RemoteStep:
-        """Send a plan to the process."""
-        self._send(RunStep(plan))
+        """Send a plan to every process."""
+        message = frame(RunStep(plan))
+        for rank in self._ranks:
+            self._send(rank, message)
         step = _RemoteStep(self)
         self._in_flight.append(step)
         return step
 
     def device_seconds(self) -> Mapping[str, float]:
-        """Return the seconds as of the last result."""
+        """Return the seconds of the first rank as of its last result."""
         return self._device_seconds
 
     def close(self) -> None:
-        """End the process."""
+        """End the processes."""
         self._end()
 
     def take_report(self) -> None:
-        """Wait for the next report and give it to the oldest step without one."""
-        report = self._receive()
-        if isinstance(report, StepDone):
-            self._device_seconds = report.device_seconds
-        self._in_flight.popleft().report = report
+        """Wait for the next report of every rank and give the first rank's to the oldest step without one."""
+        reports = self._receive()
+        first = reports[0]
+        if len(reports) > 1:
+            self._check_ranks(reports)
+        if isinstance(first, StepDone):
+            self._device_seconds = first.device_seconds
+        self._in_flight.popleft().report = first
 
-    def _send(self, command: Command) -> None:
+    def _check_ranks(self, reports: Sequence[Report]) -> None:
+        """Raise if ranks drew different tokens, which would go unnoticed otherwise."""
+        done = [report.result for report in reports if isinstance(report, StepDone)]
+        drawn = [[(each.slot, each.token_ids) for each in result.drawn] for result in done]
+        differing = next((index for index, tokens in enumerate(drawn) if tokens != drawn[0]), None)
+        if differing is not None:
+            self._end()
+            raise WorkerDied(f"ranks 0 and {differing} drew different tokens", hint="this is a bug: please report it")
+
+    def _send(self, rank: _RankProcess, message: bytearray) -> None:
         try:
-            send_message(self._connection, command)
+            rank.connection.sendall(message)
         except OSError as error:
             raise self._death() from error
 
-    def _receive(self) -> Report:
-        try:
-            return report_decoder.decode(receive_message(self._connection))
-        except OSError as error:
-            raise self._death() from error
+    def _receive(self) -> list[Report]:
+        """Wait for a report of every rank. Raise if a rank is gone, or if one of several has failed in a step."""
+        while any(not rank.reports for rank in self._ranks):
+            poll = select.poll()
+            for rank in self._ranks:
+                if rank.connection.fileno() < 0:
+                    raise self._death()
+                poll.register(rank.connection, select.POLLIN)
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            try:
+                for rank in self._ranks:
+                    if rank.connection.fileno() in ready:
+                        rank.receive()
+            except OSError as error:
+                raise self._death() from error
+            self._check_failures()
+        return [rank.reports.popleft() for rank in self._ranks]
 
-    def _death(self) -> WorkerDied:
-        """End the process, and return the error that says how it ended."""
+    def _check_failures(self) -> None:
+        """Raise if one of several ranks failed. The others may wait for it forever."""
+        failed = [(rank.index, report) for rank in self._ranks for report in rank.reports if isinstance(report, WorkerFailed)]
+        if not failed or len(self._ranks) == 1:
+            return
+        index, failure = failed[0]
+        death = self._death(f"rank {index} failed: {failure.message}")
+        raise death if self._is_built else failure.error()
+
+    def _death(self, reason: str = "") -> WorkerDied:
+        """End the processes, and return the error that says which one ended first, or else `reason`."""
+        deadline = time.monotonic() + _EXIT_LIMIT_S
+        while not (ended := [rank for rank in self._ranks if rank.process.poll() is not None]):
+            if time.monotonic() > deadline or not self._end.alive:
+                break
+            time.sleep(0.01)
+        if len(self._ranks) > 1:
+            for rank in self._ranks:
+                rank.process.kill()  # it waits for the others and would not notice the end of its connection for a while
         self._end()
-        code = self._process.returncode
-        return WorkerDied(f"worker process {self.pid} exited unexpectedly with exit code {code}", hint="check its log")
+        process = (ended or self._ranks)[0].process
+        if not ended and reason:
+            return WorkerDied(reason, hint="check its log")
+        return WorkerDied(
+            f"worker process {process.pid} exited unexpectedly with exit code {process.returncode}", hint="check its log"
+        )
 
 
 class _RemoteStep:
@@ -204,16 +287,19 @@ class _RemoteStep:
         return self.report.result
 
 
-def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    """Close the connection, which ends the process. Kill the process if it takes too long."""
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
-    try:
-        process.wait(STOP_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _end(ranks: Sequence[_RankProcess]) -> None:
+    """Close the connections, which ends the processes. Kill those that take too long."""
+    for rank in ranks:
+        with suppress(OSError):
+            rank.connection.shutdown(socket.SHUT_RDWR)
+        rank.connection.close()
+    deadline = time.monotonic() + STOP_LIMIT_S
+    for rank in ranks:
+        try:
+            rank.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.process.kill()
+            rank.process.wait()
 
 
 def take_connection(descriptor: int) -> socket.socket:

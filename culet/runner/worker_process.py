@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import socket
 import sys
 import threading
@@ -16,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from culet import registry
+from culet.child import end_with_parent
 from culet.errors import CuletError, as_culet_error, error_parts
 from culet.log import logger
 from culet.runner.worker import (
@@ -52,7 +54,9 @@ class _Launched:
 
 def main(descriptor: int) -> None:
     """Run plans until the connection is closed."""
+    end_with_parent()
     connection = take_connection(descriptor)
+    _end_with(connection)
     with suppress(OSError):
         command = command_decoder.decode(receive_message(connection))
         assert isinstance(command, Build), "the first message must say what to build"
@@ -61,8 +65,20 @@ def main(descriptor: int) -> None:
         except Exception as error:
             send_message(connection, _failed(error))
             return
-        send_message(connection, Built())
+        send_message(connection, Built(worker.num_slabs))
         _run(connection, worker)
+
+
+def _end_with(connection: socket.socket) -> None:
+    """End this process as soon as the other side is gone, even while it loads or waits for another rank."""
+    hang_up = select.poll()
+    hang_up.register(connection.fileno(), 0)
+
+    def watch() -> None:
+        hang_up.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def _run(connection: socket.socket, worker: Worker) -> None:

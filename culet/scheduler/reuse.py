@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from culet.cache.prefix import Match
+from culet.cache.point_tree import Match
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.rows import PlannedRow
 from culet.scheduler.sequence import Sequence

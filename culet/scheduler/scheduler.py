@@ -14,7 +14,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from culet.cache.prefix import Match
+from culet.cache.point_tree import Match
 from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
 from culet.errors import BadRequest, QueueFull

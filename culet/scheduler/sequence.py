@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from culet.cache.content import PrefixContent
-from culet.cache.point_tree import ResumePoint
-from culet.cache.prefix import Match
+from culet.cache.point_tree import Match, ResumePoint
 from culet.cache.spec import CacheLayout
 from culet.scheduler.group_pages import HOLE, GroupPages
 from culet.scheduler.media.features import FeatureLedger

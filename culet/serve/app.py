@@ -20,6 +20,7 @@ from culet.errors import CuletError
 from culet.registry import load
 from culet.serve import metrics, tracing
 from culet.serve.api.endpoint import Endpoint
+from culet.serve.http.forms import FORM
 from culet.serve.http_errors import HttpError
 from culet.serve.middleware import DEFERRED, Middleware
 from culet.serve.service import Service
@@ -30,6 +31,7 @@ from culet.text.text_queue import SHORT_BYTES, request_bytes
 MODULES = (
     "culet.serve.api.openai.chat",
     "culet.serve.api.openai.completions",
+    "culet.serve.api.openai.audio",
     "culet.serve.api.openai.responses",
     "culet.serve.api.openai.stored_responses",
     "culet.serve.api.anthropic",
@@ -39,6 +41,7 @@ MODULES = (
     "culet.serve.api.tokens",
     "culet.serve.api.health",
     "culet.serve.api.stats",
+    "culet.serve.api.routers",
     "culet.serve.metrics",
     "culet.serve.web_page",
 )
@@ -63,8 +66,9 @@ def create_app(service: Service) -> ASGIApp:
     paths = ", ".join(sorted({endpoint.path for endpoint in endpoints}))
     for kind in (CuletError, HTTPException, ClientGone, Exception):
         app.add_exception_handler(kind, partial(_defer_error, paths))
-    wrapped: ASGIApp = Middleware(app, service, public)
     origins = [origin.strip() for origin in service.settings.allowed_origins.split(",") if origin.strip()]
+    forms = [endpoint.path for endpoint in endpoints if endpoint.body_type == FORM]
+    wrapped: ASGIApp = Middleware(app, service, public, form_paths=forms, origins=origins)
     if origins:
         wrapped = CORSMiddleware(wrapped, allow_origins=origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
     return wrapped
@@ -108,7 +112,7 @@ def _entry(endpoint: Endpoint) -> dict[str, Any]:
         kind = {"type": "string", "maxLength": 256}
         entry["parameters"] = [{"name": name, "in": "path", "required": True, "schema": kind} for name in names]
     if endpoint.body is not None:
-        content = {"application/json": {"schema": _reference(endpoint.body)}}
+        content = {endpoint.body_type: {"schema": _reference(endpoint.body)}}
         entry["requestBody"] = {"required": True, "content": content}
     return entry
 

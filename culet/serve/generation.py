@@ -15,6 +15,7 @@ from typing import Self
 
 from culet.errors import BadRequest, CuletError, InternalError, QueueFull, TimedOut
 from culet.log import logger
+from culet.media.prompt import ExpandedPrompt
 from culet.serve.keys import Caller
 from culet.serve.process.client import TokenStream
 from culet.serve.service import FinishedRequest, Service, TokenGaps
@@ -56,22 +57,30 @@ class Generation:
     def __init__(
         self,
         service: Service,
-        prompt_token_ids: Sequence[int],
+        prompt: Sequence[int] | ExpandedPrompt,
         params: SamplingParams,
         make_output: MakeOutput,
         *,
         endpoint: str,
         origin: Origin,
     ) -> None:
+        if not isinstance(prompt, ExpandedPrompt):
+            prompt = ExpandedPrompt(prompt, (), ())
         self._service, self._caller = service, origin.caller
-        self.prompt_token_ids = prompt_token_ids
+        self.prompt_token_ids = prompt.token_ids
         self.num_cached = 0
         self._prompt_logprobs: list[Logprobs] = []
         self._finished = FinishedRequest(
-            endpoint, origin.request_id, key=origin.caller.name, num_prompt_tokens=len(prompt_token_ids), n=params.n
+            endpoint, origin.request_id, key=origin.caller.name, num_prompt_tokens=len(prompt.token_ids), n=params.n
         )
         self._stream: TokenStream = service.submit(
-            prompt_token_ids, params, origin.caller, priority=origin.priority, cache_salt=origin.cache_salt
+            prompt.token_ids,
+            params,
+            origin.caller,
+            priority=origin.priority,
+            cache_salt=origin.cache_salt,
+            media=prompt.spans,
+            items=prompt.items,
         )
         self.num_starts = 0  # how often the request has started over, because an engine died
         self._make_sample = partial(make_output, self._stream.request, params)

@@ -25,6 +25,7 @@ from starlette.responses import Response
 from culet import __version__, log
 from culet.scheduler.stats import STEP_TOKENS, Counters
 from culet.serve.api.endpoint import Endpoint
+from culet.serve.engines.supervised import SupervisedEngine
 from culet.serve.process.client import State
 from culet.serve.process.wire import Ready, Stats
 from culet.serve.service import GAP_BOUNDS, FinishedRequest, Service, TokenGaps
@@ -79,6 +80,7 @@ _LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 _REASONS = {"tool_calls": "stop", "cancel": "abort", "timeout": "abort"}  # vLLM's finish reasons
 _LABEL = ("model_name",)
+_DROPPED_LINES = "Lines of the log that were dropped, because nobody read it."
 _KEY_LABELS = (*_LABEL, "key")  # only names of configured keys, so there are never more than these
 
 
@@ -89,7 +91,7 @@ class Metrics:
         disable_created_metrics()  # they add lines to each histogram that nobody reads
         self._model = service.names[0]
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(_EngineReport(service, self._model))
+        self.registry.register(_ServerReport(service, self._model))
         ProcessCollector(registry=self.registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -200,15 +202,44 @@ class _GapReport(Collector):
             yield family
 
 
-class _EngineReport(Collector):
-    """Gauges and counters from the engine's latest report. They are missing while the engine loads and after it dies."""
+class _Families:
+    """Makes metrics with one value and the labels of one model, or of one engine."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._names, self._values = tuple(labels), list(labels.values())
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=self._names)
+        family.add_metric(self._values, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=self._names)
+        family.add_metric(self._values, value)
+        return family
+
+    def _counter_by(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=(*self._names, label))
+        for key, value in values.items():
+            family.add_metric([*self._values, key], value)
+        return family
+
+    def _gauge_by(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=(*self._names, label))
+        for key, value in values.items():
+            family.add_metric([*self._values, key], value)
+        return family
+
+
+class _ServerReport(_Families, Collector):
+    """Gauges and counters of the web server, and those of its engines. With several engines, theirs have an engine label."""
 
     def __init__(self, service: Service, model: str) -> None:
+        super().__init__({"model_name": model})
         self._service, self._model = service, model
 
     def collect(self) -> Iterator[Metric]:
         service = self._service
-        yield self._gauge("culet:engine_up", "Whether the engine accepts requests.", float(service.is_ready))
         yield self._gauge("culet:requests_in_flight", "Samples that the web server is waiting for.", service.num_samples)
         texts = service.texts
         yield self._gauge("culet:prompts_waiting", "Prompts that wait to be rendered and tokenized.", texts.num_waiting)
@@ -219,33 +250,30 @@ class _EngineReport(Collector):
             "Template processes replaced after they were lost.",
             service.template.num_replaced,
         )
-        yield self._counter("culet:engine_restarts", "Restarts of the engine after it died.", service.num_restarts)
         yield from self._of_keys()
         yield self._gauge("culet:http_body_bytes", "Request bodies that are being read or prepared.", service.intake.num_bytes)
-        refused = CounterMetricFamily(
-            "culet:http_refusals", "Requests refused before an endpoint saw them.", labels=(*_LABEL, "code")
+        yield self._counter_by(
+            "culet:http_refusals", "Requests refused before an endpoint saw them.", "code", service.intake.refusals
         )
-        for code, count in service.intake.refusals.items():
-            refused.add_metric([self._model, code], count)
-        yield refused
-        dropped = {"web": log.num_dropped_lines()}
-        engine = service._engine
-        if engine is not None and engine.stats is not None:
-            dropped["engine"] = engine.stats.num_dropped_lines
-        family = CounterMetricFamily(
-            "culet:log_lines_dropped",
-            "Lines of the log that were dropped, because nobody read it.",
-            labels=(*_LABEL, "process"),
-        )
-        for process, count in dropped.items():
-            family.add_metric([self._model, process], count)
-        yield family
-        if engine is None or engine.facts is None or engine.state is State.DEAD:
-            return
-        yield self._info(engine.facts)
-        yield self._cache_config(engine.facts)
-        if engine.stats is not None:
-            yield from self._of_stats(engine.stats, engine.facts)
+        yield from self._of_engines()
+
+    def _of_engines(self) -> Iterator[Metric]:
+        """Yield the metrics of all engines. Those of the same name become one family."""
+        families: dict[str, Metric] = {}
+        web_lines = {"web": log.num_dropped_lines()}
+        own = self._counter_by("culet:log_lines_dropped", _DROPPED_LINES, "process", web_lines)
+        parts = self._service.engines.parts
+        for rank, part in enumerate(parts):
+            labels = {"model_name": self._model, **({"engine": str(rank)} if len(parts) > 1 else {})}
+            for metric in _EngineReport(labels, part, self._service).collect():
+                if metric.name in families:
+                    families[metric.name].samples += metric.samples
+                else:
+                    families[metric.name] = metric
+        if own.name in families:
+            own.samples += families.pop(own.name).samples
+        yield own
+        yield from families.values()
 
     def _of_keys(self) -> Iterator[Metric]:
         """Yield what each API key uses now, and how often it was refused because of a limit."""
@@ -260,35 +288,47 @@ class _EngineReport(Collector):
         yield running
         yield refused
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=_LABEL)
-        family.add_metric([self._model], value)
-        return family
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=_LABEL)
-        family.add_metric([self._model], value)
-        return family
+class _EngineReport(_Families):
+    """Gauges and counters from the latest report of an engine. Most are missing while it loads and after it dies."""
+
+    def __init__(self, labels: Mapping[str, str], engine: SupervisedEngine, service: Service) -> None:
+        super().__init__(labels)
+        self._engine, self._service = engine, service
+
+    def collect(self) -> Iterator[Metric]:
+        engine, service = self._engine, self._service
+        is_up = service.is_ready and engine.is_ready
+        yield self._gauge("culet:engine_up", "Whether the engine accepts requests.", float(is_up))
+        yield self._counter("culet:engine_restarts", "Restarts of the engine after it died.", engine.num_restarts)
+        if engine.stats is not None:
+            num_lines = engine.stats.num_dropped_lines
+            yield self._counter_by("culet:log_lines_dropped", _DROPPED_LINES, "process", {"engine": num_lines})
+        if engine.facts is None or engine.state is State.DEAD:
+            return
+        yield self._info(engine.facts)
+        yield self._cache_config(engine.facts)
+        if engine.stats is not None:
+            yield from self._of_stats(engine.stats, engine.facts)
 
     def _info(self, facts: Ready) -> Metric:
-        family = InfoMetricFamily("culet:engine", "Version, device and data type of the engine.", labels=_LABEL)
+        family = InfoMetricFamily("culet:engine", "Version, device and data type of the engine.", labels=self._names)
         values = {"version": __version__, "device": facts.device, "dtype": facts.dtype}
-        family.add_metric([self._model], {**values, "max_model_len": str(facts.max_model_len)})
+        family.add_metric(self._values, {**values, "max_model_len": str(facts.max_model_len)})
         return family
 
     def _cache_config(self, facts: Ready) -> Metric:
         """Return vLLM's description of the cache. It has one block size, which here is the page size of the global layers."""
         cache = self._service.config.cache
-        sizes = [group.page_tokens for group in facts.groups if group.window is None] or [0]
         values = {
-            "block_size": str(sizes[0]),
+            "block_size": str(facts.block_tokens),
             "num_gpu_blocks": str(facts.num_pages),
             "cache_dtype": cache.kv_cache_dtype,
             "gpu_memory_utilization": str(cache.gpu_memory_utilization),
             "enable_prefix_caching": str(cache.enable_prefix_caching),
         }
-        family = InfoMetricFamily("vllm:cache_config", "Settings of the KV cache.", labels=_LABEL)
-        family.add_metric([self._model], values)
+        family = InfoMetricFamily("vllm:cache_config", "Settings of the KV cache.", labels=self._names)
+        family.add_metric(self._values, values)
         return family
 
     def _of_stats(self, stats: Stats, facts: Ready) -> Iterator[Metric]:
@@ -326,48 +366,48 @@ class _EngineReport(Collector):
         yield self._gauge("culet:kv_free_pages", "Free pages in the KV cache.", now.num_free_pages)
         yield self._gauge("culet:kv_resume_point_pages", "Pages held only by resume points.", now.num_resume_point_pages)
         yield self._gauge("culet:kv_resume_points", "Resume points in the prefix cache.", now.num_resume_points)
-        yield self._by_group("culet:kv_group_pages", "Pages held by running sequences, per KV group.", now.num_held_pages)
+        yield self._gauge_by(
+            "culet:kv_group_pages", "Pages held by running sequences, per KV group.", "group", now.num_held_pages
+        )
         tokens = {group.name: now.num_held_pages.get(group.name, 0) * group.page_tokens for group in facts.groups}
-        yield self._by_group(
-            "culet:kv_group_tokens", "Tokens that fit into the pages held by running sequences, per KV group.", tokens
+        yield self._gauge_by(
+            "culet:kv_group_tokens", "Tokens that fit into the pages held by running sequences, per KV group.", "group", tokens
         )
         shares = {name: count / max(1, now.num_pages) for name, count in now.num_held_pages.items()}
-        yield self._by_group("culet:kv_group_usage_perc", "Share of all pages held by running sequences, per KV group.", shares)
+        yield self._gauge_by(
+            "culet:kv_group_usage_perc", "Share of all pages held by running sequences, per KV group.", "group", shares
+        )
 
     def _of_drafts(self, counts: Counters) -> Iterator[Metric]:
         """Yield accepted drafts per position, as in vLLM, and the mean acceptance length."""
         accepted = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position.", labels=(*_LABEL, "position")
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by position.",
+            labels=(*self._names, "position"),
         )
         drafted = CounterMetricFamily(
-            "culet:drafts_per_pos", "Verified draft tokens by position.", labels=(*_LABEL, "position")
+            "culet:drafts_per_pos", "Verified draft tokens by position.", labels=(*self._names, "position")
         )
         for position, counted in enumerate(zip(counts.drafted_at, counts.accepted_at, strict=True)):
             num_drafted, num_accepted = counted
-            accepted.add_metric([self._model, str(position)], num_accepted)
-            drafted.add_metric([self._model, str(position)], num_drafted)
+            accepted.add_metric([*self._values, str(position)], num_accepted)
+            drafted.add_metric([*self._values, str(position)], num_drafted)
         yield accepted
         yield drafted
         choice = self._service.config.draft.choice
         if choice is not None:
             family = GaugeMetricFamily(
-                "culet:acceptance_length", "Mean tokens per verify step since startup.", labels=(*_LABEL, "drafter")
+                "culet:acceptance_length", "Mean tokens per verify step since startup.", labels=(*self._names, "drafter")
             )
-            family.add_metric([self._model, choice.method], counts.tokens_per_verify)
+            family.add_metric([*self._values, choice.method], counts.tokens_per_verify)
             yield family
 
     def _step_sizes(self, counts: Counters) -> Metric:
         """Return the histogram of new tokens per step, under vLLM's name."""
         bounds = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
         buckets = list(zip(bounds, accumulate(counts.steps_at), strict=True))
-        family = HistogramMetricFamily("vllm:iteration_tokens_total", "New tokens of an engine step.", labels=_LABEL)
-        family.add_metric([self._model], buckets, counts.step_tokens)
-        return family
-
-    def _by_group(self, name: str, text: str, values: Mapping[str, float]) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=(*_LABEL, "group"))
-        for group, value in values.items():
-            family.add_metric([self._model, group], value)
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", "New tokens of an engine step.", labels=self._names)
+        family.add_metric(self._values, buckets, counts.step_tokens)
         return family
 
 

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from culet.errors import CuletError
 from culet.log import logger
+from culet.serve.http.forms import FORM
 from culet.serve.http.intake import BODY, IncomingBody, release_body
 from culet.serve.http_errors import ErrorReply, HttpError, openai_body, reply_to
 from culet.serve.keys import CALLER, Caller
@@ -34,9 +35,18 @@ DEFERRED = "culet.error"  # scope key of an application error that is answered h
 class Middleware:
     """Wraps the application."""
 
-    def __init__(self, app: ASGIApp, service: Service, public_paths: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: Service,
+        public_paths: Iterable[str] = (),
+        form_paths: Iterable[str] = (),
+        origins: Iterable[str] = (),
+    ) -> None:
+        """Wrap `app`. `form_paths` take forms instead of JSON, also from pages of these `origins`."""
         self._app, self._service = app, service
         self._public = PUBLIC_PATHS | frozenset(public_paths)
+        self._forms, self._origins = frozenset(form_paths), frozenset(origins)
         self._keys = service.keys
         self._is_loopback = _is_loopback(service.settings.host)
         self._finished: dict[str, list[FinishedRequest]] = {}  # by request id, for the log line
@@ -64,10 +74,12 @@ class Middleware:
         if method == "POST":
             if path not in UNCOUNTED_PATHS:
                 caller.count_request()
-            kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
             # Pages from other origins can post forms and plain text freely. JSON needs a CORS preflight, which fails.
-            if kind != b"application/json":
-                raise HttpError(415, "content-type: expected application/json", hint="set the Content-Type header")
+            expected = FORM if path in self._forms else "application/json"
+            if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != expected.encode():
+                raise HttpError(415, f"content-type: expected {expected}", hint="set the Content-Type header")
+            if path in self._forms:
+                self._check_origin(headers)
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.max_body:
             raise self.too_large()
@@ -95,6 +107,13 @@ class Middleware:
         if not name or name == "localhost" or name.endswith(".localhost") or _is_address(name):
             return
         raise HttpError(403, "host: got a name that is not local to this machine", hint="set an API key to allow other names")
+
+    def _check_origin(self, headers: dict[bytes, bytes]) -> None:
+        """Raise if a page of another origin sent a form. Browsers name the origin, and other clients do not."""
+        origin = headers.get(b"origin", b"").decode("latin-1").lower()
+        is_own = origin.partition("://")[2] == headers.get(b"host", b"").decode("latin-1").strip().lower()
+        if origin and not is_own and not self._origins & {origin, "*"}:
+            raise HttpError(403, "origin: got a form from a page of another origin", hint="allow it with --allowed-origins")
 
     def begin(self, request_id: str) -> None:
         self._finished[request_id] = []

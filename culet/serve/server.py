@@ -119,7 +119,7 @@ class Server:
 
     async def run(self, on_ready: Callable[[Server], None] = lambda server: None) -> None:
         """Serve until a signal arrives or the engine fails. Raise in case of a failure."""
-        self._service.on_exit = self._fail
+        self._service.engines.on_exit = self._fail
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -163,33 +163,33 @@ class Server:
         if self._drain is not None or not self._service.is_ready:
             self._uvicorn.should_exit = self._uvicorn.force_exit = True
             if self._service.is_draining:
-                self._service.engine.fail_all(_shutting_down())
+                self._service.engines.fail_all(_shutting_down())
             return
         self._drain = asyncio.get_running_loop().create_task(self._shut_down(signal.Signals(number).name))
 
     async def _shut_down(self, cause: str) -> None:
-        service, engine = self._service, self._service.engine
+        service, engines = self._service, self._service.engines
         limit_s = service.settings.drain_timeout
         logger.info(
             "%s: waiting up to %g s for %d requests to finish (a second signal stops the server immediately)",
             cause,
             limit_s,
-            engine.num_in_flight,
+            engines.num_in_flight,
         )
         is_shared = self.listeners.is_shared
-        service.is_draining, service.is_refusing = True, not is_shared
+        engines.is_draining, service.is_refusing = True, not is_shared
         deadline = time.monotonic() + limit_s
         if is_shared:
             await self._uvicorn.stop_accepting(self.listeners.sockets)
         while time.monotonic() < deadline:
             num_open = self._uvicorn.release_connections() if is_shared else 0
-            if not (num_open or service.engine.num_in_flight):
+            if not (num_open or engines.num_in_flight):
                 break
             await asyncio.sleep(_DRAIN_PERIOD_S)
         service.is_refusing = True
-        if service.engine.num_in_flight:
-            logger.warning("%d requests did not finish in time", service.engine.num_in_flight)
-            service.engine.fail_all(_shutting_down())
+        if engines.num_in_flight:
+            logger.warning("%d requests did not finish in time", engines.num_in_flight)
+            engines.fail_all(_shutting_down())
         self._uvicorn.should_exit = True
 
 
@@ -199,7 +199,7 @@ def _shutting_down() -> WorkerDied:
 
 def _log_summary(service: Service, server: Server) -> None:
     """Log the model, attention plan, memory, limits and address."""
-    facts = service.engine.facts
+    facts = service.engines.facts
     assert facts is not None
     settings, limits = service.settings, service.limits
     logger.info("model: %s on %s in %s", ", ".join(service.names), facts.device, facts.dtype)
@@ -207,6 +207,8 @@ def _log_summary(service: Service, server: Server) -> None:
         window = "full attention" if group.window is None else f"window {group.window}"
         layers = f"{group.name}: {group.num_layers} layers, {window}, pages of {group.page_tokens} tokens"
         logger.info("  %s, attention by %s (%s)", layers, group.backend, group.why)
+    if settings.data_parallel_size > 1:
+        logger.info("engines: %d, each with its own weights and cache, as follows", settings.data_parallel_size)
     gigabytes = facts.num_pages * facts.page_bytes / 1e9
     logger.info("KV cache: %d pages (%.2f GB), context: %d tokens", facts.num_pages, gigabytes, facts.max_model_len)
     logger.info("limits: up to %d sequences run and %d wait", facts.max_num_seqs, facts.max_queue_len)

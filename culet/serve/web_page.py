@@ -27,7 +27,7 @@ _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 # therefore cannot send data elsewhere.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
-    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "media-src blob:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -122,7 +122,7 @@ async def plot_points(service: Service, request: Request) -> Response:
         since = math.nan
     if not math.isfinite(since):
         raise BadRequest("since: expected seconds since 1970")
-    stats = service.engine.stats
+    stats = service.engines.stats
     counters = None if stats is None else stats.scheduler.counters
     totals = Totals(
         requests=service.num_finished,
@@ -130,7 +130,7 @@ async def plot_points(service: Service, request: Request) -> Response:
         prefix_hit_share=0.0 if counters is None else counters.prefix_hit_tokens / max(1, counters.prefix_query_tokens),
         preemptions=0 if counters is None else counters.preemptions,
     )
-    facts = service.engine.facts
+    facts = service.engines.facts
     has_plan = facts is not None and bool(facts.plan_svg)
     return json_response(Samples(time.time() - service.started_at, has_plan, totals, service.plot_history.since(since)))
 

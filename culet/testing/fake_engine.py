@@ -51,6 +51,8 @@ class _ScriptedSequence:
 class FakeEngine:
     """An engine that answers from a script."""
 
+    prefix_cache = None
+
     def __init__(self, script: Script, schedule: ScheduleConfig) -> None:
         self._script, self._schedule = script, schedule
         self._running: dict[tuple[str, int], _ScriptedSequence] = {}

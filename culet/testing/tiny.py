@@ -16,10 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from culet.errors import CheckpointError, CuletError, exit_code
+from culet.layers.weight.weights import Weights
 from culet.models.spec import LayerSpec, ModelSpec, read_spec
+from culet.models.towers.spec import read_towers
+from culet.models.towers.towers import Towers
 from culet.registry import lookup
 
 if TYPE_CHECKING:
@@ -70,6 +74,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     "31B": _BASE | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "num_key_value_heads": 4},
 }
 
+_TOWERS: dict[str, dict[str, Any]] = {
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "position_embedding_size": 256,
+    },
+    "audio_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32},
+}
+_UNIFIED_TOWERS: dict[str, dict[str, Any]] = {
+    "vision_config": {"mm_embed_dim": 32, "mm_posemb_size": 64, "output_proj_dims": 32},
+    "audio_config": {},
+}
+
 # These are Gemma 4's own ids, except for media tokens, whose real ids are outside a small vocabulary.
 _FIRST_IDS: dict[int, tuple[str, ...]] = {
     0: ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>"),
@@ -102,8 +123,12 @@ def write_checkpoint(
     overrides: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
+    towers: bool = False,
 ) -> Path:
-    """Write a checkpoint of `shape` (a key of SHAPES) to `folder`. `overrides` replaces keys in its text_config."""
+    """Write a checkpoint of `shape` (a key of SHAPES) to `folder`. `overrides` replaces keys in its text_config.
+
+    With `towers`, it also sees images and video, and hears if the published model does.
+    """
     text_config = lookup("shape", shape, SHAPES) | dict(overrides or {})
     folder = Path(folder)
     try:
@@ -112,9 +137,13 @@ def write_checkpoint(
         raise CheckpointError(f"{folder}: cannot be created: {error.strerror}", hint="pass a writable folder") from error
     vocab_size, words = _write_tokenizer(folder, text_config.get("vocab_size"))
     config = _config(shape, text_config | {"vocab_size": vocab_size}, dtype)
+    if towers:
+        found = _UNIFIED_TOWERS if shape == "12B" else _TOWERS
+        config |= {name: section for name, section in found.items() if name != "audio_config" or shape in ("E2B", "E4B", "12B")}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", _generation_config(shape))
-    _write_weights(folder / "model.safetensors", read_spec(config), words, dtype, seed)
+    tensors = _draw_weights(read_spec(config), words, dtype, seed) | _draw_towers(config, dtype, seed)
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return folder
 
 
@@ -242,10 +271,8 @@ def tokenizer_config(max_length: int) -> dict[str, Any]:
     }
 
 
-def _write_weights(path: Path, spec: ModelSpec, words: slice, dtype: torch.dtype, seed: int) -> None:
-    """Draw every tensor of the decoder and save it under its published name."""
-    from safetensors.torch import save_file
-
+def _draw_weights(spec: ModelSpec, words: slice, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+    """Draw every tensor of the decoder, by its published name."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for name, shape in tensor_shapes(spec):
@@ -261,7 +288,23 @@ def _write_weights(path: Path, spec: ModelSpec, words: slice, dtype: torch.dtype
             tensor[: words.start] *= 0.2  # makes the model prefer printable tokens to bytes and unused ones
             tensor[words.stop :] *= 0.2
         tensors["model.language_model." + name] = tensor.to(dtype)
-    save_file(tensors, str(path), metadata={"format": "pt"})
+    return tensors
+
+
+def _draw_towers(config: Mapping[str, Any], dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+    """Draw every tensor of the towers, by its published name. Norms are about 1, and bounds leave most values as they are."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    towers = Towers(read_towers(config), Weights(dtype, torch.device("cpu")))
+    for name, placement in sorted(towers.placements().items()):
+        if name.endswith(("_min", "_max")):
+            tensor = torch.full(placement.shape, 8.0 if name.endswith("_max") else -8.0)
+        elif len(placement.shape) < 2:
+            tensor = torch.rand(placement.shape, generator=generator) + 0.5
+        else:
+            tensor = torch.randn(placement.shape, generator=generator) * placement.shape[-1] ** -0.5
+        tensors[name] = tensor.to(dtype)
+    return tensors
 
 
 def tensor_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -315,10 +358,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m culet.testing.tiny", description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("folder", help="folder to write to; created if it does not exist")
     parser.add_argument("--shape", default="31B", help=f"structure of the model: {', '.join(SHAPES)} (default: 31B)")
+    parser.add_argument("--towers", action="store_true", help="also write towers for images, video and audio")
     parser.add_argument("--seed", type=int, default=0, help="seed for the random weights (default: 0)")
     arguments = parser.parse_args()
     try:
-        folder = write_checkpoint(arguments.folder, arguments.shape, seed=arguments.seed)
+        folder = write_checkpoint(arguments.folder, arguments.shape, seed=arguments.seed, towers=arguments.towers)
     except CuletError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error)

@@ -6,12 +6,10 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from culet.errors import BadRequest, UnsupportedError
+from culet.errors import BadRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MEDIA_PARTS = frozenset(
-    {"image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "input_video", "file"}
-)
+MEDIA_PARTS = frozenset({"image", "audio", "video"})  # templates write a placeholder for each. Their content is elsewhere.
 
 
 def check_messages(messages: object, *, parsed: bool = True) -> list[dict[str, Any]]:
@@ -74,9 +72,9 @@ def _check_part(part: object, where: str) -> dict[str, Any]:
         raise BadRequest(f"{where}: got {type(part).__name__}, expected a mapping such as {{'type': 'text', 'text': ...}}")
     kind = part.get("type")
     if kind in MEDIA_PARTS:
-        raise UnsupportedError(f"{where}: got a part of type {kind}, but only text is supported", hint="send only text parts")
+        return {"type": kind}
     if kind != "text":
-        raise BadRequest(f"{where}: got a part of type {kind!r}, expected text")
+        raise BadRequest(f"{where}: got a part of type {kind!r}, expected one of text, {', '.join(sorted(MEDIA_PARTS))}")
     if not isinstance(part.get("text"), str):
         raise BadRequest(f"{where}.text: got {type(part.get('text')).__name__}, expected a string")
     return dict(part)

@@ -27,6 +27,7 @@ _SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pa
 _TURN_END, _MODEL_TURN, _EMPTY_THOUGHT = "<turn|>\n", "<|turn>model\n", "<|channel>thought\n<channel|>"
 _TOOL_TURN = "<|turn>tool"
 _ATTEMPTS = 2
+_COMPILE_FACTOR = 6  # on the time limit: compiling happens once, and no conversation waits for it
 _encoder = msgspec.json.Encoder()
 
 
@@ -250,7 +251,7 @@ class ChatTemplate:
     def _start(self) -> LineProcess:
         process = LineProcess(_WORKER, "renders chat templates")
         # A template that has compiled once does so again. How long that takes depends on what else the machine does.
-        time_limit_s = START_LIMIT_S if self._has_compiled else self._limits.time_limit_s
+        time_limit_s = START_LIMIT_S if self._has_compiled else _COMPILE_FACTOR * self._limits.time_limit_s
         try:
             reply = process.ask(self._setup, time_limit_s)
         except OSError as error:

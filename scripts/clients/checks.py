@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 import json
 import os
+import struct
 import traceback
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 URL = os.environ["CULET_URL"]
 MODEL = os.environ["CULET_MODEL"]
+SEEING_URL = os.environ["CULET_SEEING_URL"]  # a server whose model sees images, but answers nonsense
+SEEING_MODEL = "seeing"
 GREETING = "Hello! How are you?"
 TRANSLATE = "Translate house to French."
 PERSON = "Make JSON with the name and the age: Anna is 31 years old."
@@ -64,6 +69,24 @@ def check_person(person: Any) -> None:
     fields = person if isinstance(person, dict) else vars(person)
     assert isinstance(fields["name"], str), fields
     assert isinstance(fields["age"], int), fields
+
+
+def image_base64() -> str:
+    """Return a red picture of 48 x 48 pixels as a PNG in base64."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = (b"\0" + b"\xff\0\0" * 48) * 48
+    head = struct.pack(">IIBBBBB", 48, 48, 8, 2, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return base64.b64encode(data).decode()
+
+
+def check_seen(text: str, num_prompt_tokens: int) -> None:
+    """Check an answer to a question with `image_base64`, which takes 256 tokens."""
+    assert text.strip(), text
+    assert num_prompt_tokens > 256, num_prompt_tokens
 
 
 def check_stream(parts: Any) -> None:

@@ -86,9 +86,9 @@ def main() -> None:
         )
     tried: dict[str, Trial] = json.loads(TRIALS.read_text()) if TRIALS.exists() else {}
     has_failed = False
-    with running_server() as url:
+    with running_server("built-in", "--store-responses") as url, running_server(*seeing_model()) as seeing_url:
         for client in chosen:
-            version, outcome = install(client), run(client, url)
+            version, outcome = install(client), run(client, url, seeing_url)
             tried[client.name] = {"version": version, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "outcome": outcome}
             TRIALS.write_text(json.dumps(tried, indent=1))
             for check, problem in outcome.items():
@@ -98,26 +98,34 @@ def main() -> None:
     sys.exit(1 if has_failed else 0)
 
 
+def seeing_model() -> tuple[str, ...]:
+    """Write a tiny random model that sees images, and return what serves it."""
+    folder = FOLDER / "seeing"
+    command = [sys.executable, "-m", "culet.testing.tiny", str(folder), "--shape", "E4B", "--towers"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return (str(folder), "--served-model-name", "seeing", "--max-model-len", "2048")
+
+
 @contextmanager
-def running_server() -> Iterator[str]:
-    """Serve the built-in model and yield the server's address."""
+def running_server(model: str, *options: str) -> Iterator[str]:
+    """Serve a model and yield the server's address."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     FOLDER.mkdir(exist_ok=True)
-    with (FOLDER / "server.log").open("w") as log:
-        command = [sys.executable, "-m", "culet.cli.main", "serve", "--port", str(port), "--store-responses"]
+    with (FOLDER / f"{Path(model).name}.log").open("w") as log:
+        command = [sys.executable, "-m", "culet.cli.main", "serve", model, "--port", str(port), *options]
         server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         try:
-            wait_ready(server, url)
+            wait_ready(server, url, Path(log.name))
             yield url
         finally:
             server.terminate()
             server.wait(60)
 
 
-def wait_ready(server: subprocess.Popen[bytes], url: str) -> None:
+def wait_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START_LIMIT_S
     while time.monotonic() < deadline and server.poll() is None:
         try:
@@ -125,7 +133,7 @@ def wait_ready(server: subprocess.Popen[bytes], url: str) -> None:
                 return
         except OSError:
             time.sleep(1)
-    sys.exit(f"error: the server did not start\nhint: see {FOLDER / 'server.log'}")
+    sys.exit(f"error: the server did not start\nhint: see {log}")
 
 
 def install(client: Client) -> str:
@@ -164,7 +172,7 @@ def install_from_npm(package: str) -> str:
     return version
 
 
-def run(client: Client, url: str) -> dict[str, str]:
+def run(client: Client, url: str, seeing_url: str) -> dict[str, str]:
     """Run a client's checks. Return what went wrong by the name of the check, or "" where nothing did."""
     print(f"{client.name} ...", file=sys.stderr, flush=True)
     if client.script == "ai_sdk":
@@ -172,7 +180,8 @@ def run(client: Client, url: str) -> dict[str, str]:
     else:
         venv = FOLDER / Path(client.script).stem.removeprefix("use_")
         command = [str(venv / "bin/python"), str(HERE / client.script), *client.arguments]
-    environment = {**os.environ, "CULET_URL": url, "CULET_MODEL": "built-in", "PYTHONPATH": ""}
+    names = {"CULET_URL": url, "CULET_MODEL": "built-in", "CULET_SEEING_URL": seeing_url}
+    environment = {**os.environ, **names, "PYTHONPATH": ""}
     log = FOLDER / f"{'_'.join([Path(client.script).stem, *(Path(name).name for name in client.arguments)])}.log"
     with log.open("w") as errors:
         try:

@@ -7,11 +7,15 @@ from checks import (
     PARAMETERS,
     PERSON,
     PERSON_SCHEMA,
+    SEEING_MODEL,
+    SEEING_URL,
     TRANSLATE,
     URL,
     check_call,
     check_person,
+    check_seen,
     check_stream,
+    image_base64,
     run,
 )
 
@@ -44,4 +48,13 @@ def structured() -> None:
     check_person(answer.content[0].text)
 
 
-run(plain=plain, stream=stream, tools=tools, structured=structured)
+def image() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": image_base64()}
+    parts = [{"type": "image", "source": source}, {"type": "text", "text": "Which colour is it?"}]
+    messages = [{"role": "user", "content": parts}]
+    answer = Anthropic(base_url=SEEING_URL, api_key="none").messages.create(model=SEEING_MODEL, max_tokens=8, messages=messages)
+    usage = answer.usage
+    check_seen(answer.content[0].text, usage.input_tokens + (usage.cache_read_input_tokens or 0))
+
+
+run(plain=plain, stream=stream, tools=tools, structured=structured, image=image)

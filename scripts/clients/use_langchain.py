@@ -2,17 +2,37 @@
 
 import sys
 
-from checks import GREETING, MODEL, PERSON, TRANSLATE, URL, check_call, check_person, check_stream, run, translate
+from checks import (
+    GREETING,
+    MODEL,
+    PERSON,
+    SEEING_MODEL,
+    SEEING_URL,
+    TRANSLATE,
+    URL,
+    check_call,
+    check_person,
+    check_seen,
+    check_stream,
+    image_base64,
+    run,
+    translate,
+)
+from langchain_core.messages import HumanMessage
 from pydantic import BaseModel
 
-if sys.argv[1] == "openai":
-    from langchain_openai import ChatOpenAI
 
-    model = ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key="none", temperature=0)
-else:
+def make_model(name: str, url: str, max_tokens: int):
+    if sys.argv[1] == "openai":
+        from langchain_openai import ChatOpenAI
+
+        return ChatOpenAI(model=name, base_url=f"{url}/v1", api_key="none", temperature=0, max_tokens=max_tokens)
     from langchain_anthropic import ChatAnthropic
 
-    model = ChatAnthropic(model=MODEL, base_url=URL, api_key="none", temperature=0, max_tokens=256)
+    return ChatAnthropic(model=name, base_url=url, api_key="none", temperature=0, max_tokens=max_tokens)
+
+
+model = make_model(MODEL, URL, 256)
 
 
 class Person(BaseModel):
@@ -39,4 +59,11 @@ def structured() -> None:
     check_person(model.with_structured_output(Person).invoke(PERSON))
 
 
-run(plain=plain, stream=stream, tools=tools, structured=structured)
+def image() -> None:
+    picture = {"type": "image", "base64": image_base64(), "mime_type": "image/png"}
+    question = HumanMessage(content=[picture, {"type": "text", "text": "Which colour is it?"}])
+    answer = make_model(SEEING_MODEL, SEEING_URL, 8).invoke([question])
+    check_seen(answer.text, answer.usage_metadata["input_tokens"])
+
+
+run(plain=plain, stream=stream, tools=tools, structured=structured, image=image)

@@ -5,11 +5,15 @@ from checks import (
     MODEL,
     PERSON,
     PERSON_SCHEMA,
+    SEEING_MODEL,
+    SEEING_URL,
     TRANSLATE,
     URL,
     check_call,
     check_person,
+    check_seen,
     check_stream,
+    image_base64,
     run,
     translate,
 )
@@ -46,4 +50,10 @@ def structured() -> None:
     check_person(ask(PERSON, format=PERSON_SCHEMA).message.content)
 
 
-run(plain=plain, stream=stream, tools=tools, structured=structured)
+def image() -> None:
+    message = {"role": "user", "content": "Which colour is it?", "images": [image_base64()]}
+    answer = Client(host=SEEING_URL).chat(SEEING_MODEL, [message], options={"num_predict": 8})
+    check_seen(answer.message.content, answer.prompt_eval_count)
+
+
+run(plain=plain, stream=stream, tools=tools, structured=structured, image=image)

@@ -1,6 +1,21 @@
 """OpenAI's client: chat completions and responses."""
 
-from checks import GREETING, MODEL, PERSON, TOOL, TRANSLATE, URL, check_call, check_person, check_stream, run
+from checks import (
+    GREETING,
+    MODEL,
+    PERSON,
+    SEEING_MODEL,
+    SEEING_URL,
+    TOOL,
+    TRANSLATE,
+    URL,
+    check_call,
+    check_person,
+    check_seen,
+    check_stream,
+    image_base64,
+    run,
+)
 from openai import OpenAI
 from pydantic import BaseModel
 
@@ -45,4 +60,16 @@ def responses() -> None:
     check_person(client.responses.parse(model=MODEL, input=PERSON, text_format=Person).output_parsed)
 
 
-run(plain=plain, stream=stream, tools=tools, structured=structured, responses=responses)
+def image() -> None:
+    seeing = OpenAI(base_url=f"{SEEING_URL}/v1", api_key="none")
+    url = f"data:image/png;base64,{image_base64()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "Which colour is it?"}]
+    messages = [{"role": "user", "content": parts}]
+    answer = seeing.chat.completions.create(model=SEEING_MODEL, messages=messages, max_tokens=8)
+    check_seen(answer.choices[0].message.content, answer.usage.prompt_tokens)
+    parts = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "Which colour is it?"}]
+    response = seeing.responses.create(model=SEEING_MODEL, input=[{"role": "user", "content": parts}], max_output_tokens=8)
+    check_seen(response.output_text, response.usage.input_tokens)
+
+
+run(plain=plain, stream=stream, tools=tools, structured=structured, responses=responses, image=image)

@@ -64,11 +64,12 @@ def test_other_commands_exist() -> None:
     """Targets of make, scripts and modules that Python runs, and extras that pip installs."""
     makefile = (ROOT / "Makefile").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    others = ("venv", "pip", "sglang_router.launch_router")
     for command in COMMANDS:
         words = command.words
         if words[0] == "make" and len(words) > 1:
             assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), command
-        if words[0] in ("python", "python3") and words[1] == "-m" and words[2] not in ("venv", "pip"):
+        if words[0] in ("python", "python3") and words[1] == "-m" and words[2] not in others:
             assert (ROOT / (words[2].replace(".", "/") + ".py")).exists(), command
         elif words[0] == "python" and words[1].endswith(".py"):
             assert (ROOT / words[1]).exists(), command

@@ -34,8 +34,9 @@ from culet.kernels.triton.attention.tiles import (
     prefill_tile,
     splits_by_waves,
 )
+from culet.kernels.triton.attention.token_shares import own_addresses_launch, own_keys_launch
 from culet.kernels.triton.launch import Launch
-from culet.kernels.types import PagedKV, RaggedRows
+from culet.kernels.types import PagedKV, RaggedRows, TokenShare
 
 CAPABILITIES = (80, 89, 90, 100, 120)
 # One for each kind of row in the tables. Other variants differ only in the number of KV heads.
@@ -96,7 +97,7 @@ def test_tiles_fit(name: str, capability: int) -> None:
     check_decode(ALL_SHAPES[name], capability, 1)
 
 
-@pytest.mark.parametrize(("capability", "num_rows"), [(89, 8), (90, 32)])
+@pytest.mark.parametrize(("capability", "num_rows"), [pytest.param(89, 8, marks=pytest.mark.slow), (90, 32)])
 def test_a_drafters_block_fits(capability: int, num_rows: int) -> None:
     """16 tokens of the 31B's DFlash drafter, which attend to each other in both directions."""
     shape = AttentionShape(64, 8, 128, None, False, 640)
@@ -109,11 +110,36 @@ def test_a_drafters_block_fits(capability: int, num_rows: int) -> None:
         assert_fits(launch, capability)
 
 
+@pytest.mark.parametrize("capability", [90, *(pytest.param(number, marks=pytest.mark.slow) for number in (80, 89, 100, 120))])
+def test_ranks_that_share_tokens(capability: int) -> None:
+    """Intervals of visible keys, and the log of the softmax sum as a second output."""
+    shape = SHAPES["12B.global"]
+    q_TNH, kv, rows = on_meta(shape, 8, 4)
+    rows = replace(rows, visible_2T=torch.empty(2, q_TNH.shape[0], dtype=torch.int32, device="meta"))
+    lse_TN = torch.empty(q_TNH.shape[:2], device="meta")
+    tile = find_row(DECODE, capability, kv, 4 * shape.group).tile
+    assert isinstance(tile, DecodeTile)
+    scratch = Scratch.allocate(16, shape.head_dim, "meta")
+    launches = decode_launches(q_TNH, kv, rows, max_queries=4, out_TNH=q_TNH, tile=tile, scratch=scratch, lse_TN=lse_TN)
+    prefill = find_row(PREFILL, capability, kv).tile
+    assert isinstance(prefill, PrefillTile)
+    tiles = torch.empty(16, 5, dtype=torch.int32, device="meta")
+    launches.append(prefill_launch(q_TNH, kv, rows, tiles, fresh=None, out_TNH=q_TNH, tile=prefill, lse_TN=lse_TN))
+    share, address_T = TokenShare(1, 2, 64, 512), torch.empty(q_TNH.shape[0], dtype=torch.int64, device="meta")
+    assert rows.visible_2T is not None
+    launches.append(own_addresses_launch(address_T, address_T, share))
+    launches.append(own_keys_launch(address_T, rows.row_begin_B1, rows.visible_2T, rows.context_B, share))
+    for launch in launches:
+        assert_fits(launch, capability)
+
+
 def test_prefill_tile_fits_the_smallest_shared_memory() -> None:
     check_prefill(SHAPES["31B.global"], 89, with_fresh=False)
 
 
-@pytest.mark.parametrize("name", ["31B.sliding", "E4B.global", pytest.param("31B.global", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["E4B.global", *(pytest.param(name, marks=pytest.mark.slow) for name in ("31B.sliding", "31B.global"))]
+)
 def test_float32_fits_too(name: str) -> None:
     """A cache of four-byte elements on an H200, which is assumed if there is no GPU."""
     q_TNH, kv, rows = on_meta(ALL_SHAPES[name], 4, 1)
@@ -200,7 +226,7 @@ def test_rows_are_split_by_waves(unsplit: int, programs: int, splits: int) -> No
 FP8 = torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize(("name", "capability"), [("31B.global", 89), ("31B.sliding", 90)])
+@pytest.mark.parametrize(("name", "capability"), [("31B.global", 89), pytest.param("31B.sliding", 90, marks=pytest.mark.slow)])
 def test_fp8_pages_fit(name: str, capability: int) -> None:
     check_decode(SHAPES[name], capability, 1, FP8)
     check_prefill(SHAPES[name], capability, with_fresh=True, dtype=FP8)

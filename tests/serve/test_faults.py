@@ -153,6 +153,7 @@ def test_a_second_signal_stops_immediately(scripted: Callable[..., Running]) -> 
         assert server.wait(5) == 0
 
 
+@pytest.mark.slow
 def test_five_hundred_clients(tiny: Running) -> None:
     """With 16 slots and a queue of 64, each request is answered, or refused with a 429 and a Retry-After."""
 
@@ -348,6 +349,7 @@ def test_an_engine_that_hangs(scripted: Callable[..., Running]) -> None:
         assert "killing the engine" in server.log()
 
 
+@pytest.mark.slow
 def test_a_long_idle_time_is_not_a_hang(scripted: Callable[..., Running]) -> None:
     with scripted("Hi.<turn|>", step_s=0.4, settings={"limits": "step_s=4"}) as server:
         time.sleep(4.5)

@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "media": (),
     "structured": ("text",),
     "kernels": (),
-    "parallel": (),
+    "parallel": ("kernels",),
     "cache": ("kernels",),
     "attention": ("kernels", "cache"),
     "layers": ("parallel", "attention"),
@@ -62,7 +62,21 @@ TORCH_FREE = (
     *("culet", *(f"culet.{name}" for name in BASE)),
     *(
         f"culet.media.{name}"
-        for name in ("items", "spec", "limits", "messages", "sources", "fetch", "pool", "queue", "reader", "prompt")
+        for name in (
+            "items",
+            "spec",
+            "limits",
+            "messages",
+            "sources",
+            "fetch",
+            "pool",
+            "queue",
+            "reader",
+            "prompt",
+            "parts",
+            "local",
+            "held",
+        )
     ),
     *("culet.models.spec", "culet.models.checkpoint", "culet.models.variants", "culet.models.sizes"),
     "culet.models.towers.spec",
@@ -70,7 +84,7 @@ TORCH_FREE = (
     *("culet.drafters.mtp.spec", "culet.drafters.dflash.spec"),
     *("culet.drafters.base", "culet.drafters.mtp.plan", "culet.drafters.dflash.plan"),
     *("culet.attention.plan", "culet.attention.picture"),
-    *("culet.cache.spec", "culet.cache.arena", "culet.cache.prefix"),
+    *("culet.cache.spec", "culet.cache.arena", "culet.cache.changes", "culet.cache.mirror", "culet.cache.prefix"),
     *("culet.structured.forms", "culet.structured.tool_grammar", "culet.structured.check", "culet.engine.requests"),
 )
 

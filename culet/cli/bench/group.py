@@ -112,6 +112,7 @@ def offline(
       ttft        ms to the first token after prompts of 1000, 8000 and 32000 tokens
       chat        output tokens per second of 80 concurrent requests of 1000 + 1000 tokens
       summarise   the same with 8000 + 1000 tokens
+      image:...   ms of the vision tower per image; also ms to the first token, and requests per second
       start       seconds from loading to the first accepted request, with and without compiled kernels
 
     \b
@@ -119,6 +120,7 @@ def offline(
       culet bench offline google/gemma-4-E4B-it --rows tpot,ttft
       culet bench offline --random 31B --json 31B.json --plot 31B.svg
       culet bench offline --random 26B-A4B --rows tpot:4x2000+128,throughput:64x500+500
+      culet bench offline --random 31B --rows image:8x1@280+64,image:4x16@280+64
     """
     from culet.bench.settings import bench_config
     from culet.bench.workloads import DEFAULT_ROWS, parse_rows
@@ -183,6 +185,7 @@ class _Offline:
         from culet.bench.settings import all_settings
         from culet.engine.resolve import resolve_device, resolve_dtype
         from culet.models.checkpoint import open_checkpoint
+        from culet.models.towers.spec import read_towers
 
         self.config, self.rows, self.files, self.options = config, rows, files, options
         device = resolve_device(config.model.device)
@@ -190,9 +193,11 @@ class _Offline:
         peaks = _peaks(name, options)
         if files.plot is not None and peaks is None:
             raise ConfigError(f"plot: no floor is known for {name}", hint="pass --bandwidth and --tflops")
+        checkpoint = open_checkpoint(config.model.model, config.model.revision)
         self.setting = Setting(
             model=config.model.model,
-            spec=open_checkpoint(config.model.model, config.model.revision).spec,
+            spec=checkpoint.spec,
+            vision=read_towers(checkpoint.config).vision,
             device=name,
             peaks=peaks,
             dtype=str(resolve_dtype(config.model.dtype, device)).removeprefix("torch."),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from culet.attention.plan import AttentionPlan, plan_attention
-from culet.cache.spec import CacheLayout, plan_cache, stored_as
+from culet.cache.spec import CacheLayout, plan_cache, share_among, stored_as
+from culet.cli.planning.ranks import STEP_TOKENS, Exchange, Share, cache_share, weight_shares
 from culet.config import Config, ModelConfig
 from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.errors import CheckpointError, ConfigError
@@ -19,7 +20,14 @@ from culet.media.items import MediaKind
 from culet.models.folder import read_config
 from culet.models.quantised.config import read_quantisation
 from culet.models.quantised.part_bytes import part_bytes
-from culet.models.sizes import Room, pages_of_sequence, slabs_of_sequence, text_weights, working_bytes
+from culet.models.sizes import (
+    Room,
+    check_ranks,
+    pages_of_sequence,
+    slabs_of_sequence,
+    text_weights,
+    working_bytes,
+)
 from culet.models.spec import ModelSpec, read_spec
 from culet.models.towers.spec import TowerSpecs, read_towers
 from culet.models.variants import VARIANTS
@@ -74,6 +82,10 @@ class Facts:
         return "+".join(kinds) or f"int{quantisation.num_bits}"
 
     @property
+    def num_ranks(self) -> int:
+        return self.config.parallel.tensor_parallel_size
+
+    @property
     def max_model_len(self) -> int:
         return self.config.model.max_model_len or self.spec.max_position
 
@@ -92,7 +104,10 @@ def gather(model: str, gpu_name: str, config: Config, seq_lens: Sequence[int] = 
     drafts = config.draft.choice
     drafter = None if drafts is None else open_drafter(drafts, spec)
     kept = {latent: cache_specs(spec, drafter, _ITEMSIZES[dtype], latent=latent) for latent in (True, False)}
-    layouts = {latent: plan_cache(stored_as(specs, config.cache.kv_cache_dtype)) for latent, specs in kept.items()}
+    num_ranks = config.parallel.tensor_parallel_size
+    check_ranks(spec, num_ranks)
+    stored = {latent: stored_as(specs, config.cache.kv_cache_dtype) for latent, specs in kept.items()}
+    layouts = {latent: plan_cache(share_among(specs, num_ranks)) for latent, specs in stored.items()}
     layout = layouts[config.cache.latent]
     groups = target_groups(layout)
     readers = {group.name: spec.readers(group.layers) for group in groups}
@@ -168,11 +183,13 @@ def report(facts: Facts) -> dict[str, Any]:
             "max_model_len": facts.max_model_len,
             "media": sorted(facts.loaded_towers.kinds),
             "attention_backend": facts.config.model.attention_backend,
+            "tensor_parallel_size": facts.num_ranks,
         },
         "attention": _attention(facts.attention),
         "drafter": _drafter(facts),
         "weights": weights_of(facts),
         "cache": [_cache(facts, latent) for latent in (True, False)],
+        "ranks": _ranks(facts),
         "fits": [fit_of(facts, text_only, latent) for text_only in (True, False) for latent in (True, False)],
     }
 
@@ -230,6 +247,43 @@ def weights_of(facts: Facts) -> dict[str, Any]:
     }
 
 
+def shares_of(facts: Facts) -> list[Share]:
+    """Return how ranks share the weights of the text decoder and the drafter."""
+    sizes = part_bytes(facts.spec, facts.values, _ITEMSIZES[facts.dtype], facts.config.model.quantization)
+    shares = weight_shares(facts.spec, facts.layout, sizes, facts.num_ranks)
+    drafter, size = facts.drafter, draft_bytes(facts)
+    if drafter is None or not size:
+        return shares
+    if drafter.reads_target_pages:
+        shares.append(Share(drafter.method, "like the target", "it reads the target's pages", size // facts.num_ranks))
+    else:
+        shares.append(Share(drafter.method, "whole on each rank", "it is small and has its own KV", size))
+    return shares
+
+
+def exchanges_of(facts: Facts) -> list[Exchange]:
+    itemsize, link = _ITEMSIZES[facts.dtype], facts.gpu.link
+    return [Exchange.of(facts.spec, facts.layout, facts.num_ranks, itemsize, count, link) for count in STEP_TOKENS]
+
+
+def _ranks(facts: Facts) -> dict[str, Any] | None:
+    if facts.num_ranks == 1:
+        return None
+    link = facts.gpu.link
+    return {
+        "count": facts.num_ranks,
+        "weights": [asdict(share) for share in shares_of(facts)],
+        "weight_bytes": sum(share.rank_bytes for share in shares_of(facts)),
+        "cache": [
+            {"group": group.name, "how": how, "why": why}
+            for group in facts.layout.groups
+            for how, why in [cache_share(group, facts.num_ranks)]
+        ],
+        "link": None if link is None else {"name": link.name, "bytes_per_s": link.bytes_per_s},
+        "exchanges": [asdict(exchange) for exchange in exchanges_of(facts)],
+    }
+
+
 def _cache(facts: Facts, latent: bool) -> dict[str, Any]:
     """Return the slab size, pages and bytes of a layout."""
     layout = facts.layouts[latent]
@@ -257,7 +311,8 @@ def _cache(facts: Facts, latent: bool) -> dict[str, Any]:
 def fit_of(facts: Facts, text_only: bool, latent: bool) -> dict[str, Any]:
     """Return what fits into memory, with or without the towers that the settings want, and with or without the latent."""
     schedule, weights, itemsize = facts.config.schedule, weights_of(facts), _ITEMSIZES[facts.dtype]
-    weight_bytes = weights["text_bytes"] + (0 if text_only else weights["tower_bytes"]) + draft_bytes(facts)
+    own_bytes = sum(share.rank_bytes for share in shares_of(facts))
+    weight_bytes = own_bytes + (0 if text_only else weights["tower_bytes"])
     working = working_bytes(
         facts.spec,
         itemsize,

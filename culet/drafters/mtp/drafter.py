@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from culet.attention.base import AttentionBackend
-from culet.attention.batch import ForwardBatch, RowFacts
+from culet.attention.batch import ForwardBatch, RowFacts, own_share
 from culet.cache.pool import Pool
 from culet.drafters.base import DraftBatch
 from culet.drafters.mtp.model import MTPModel
@@ -90,6 +90,7 @@ class MTPDrafter:
             groups=batch.groups,
             tail=None,
         )
+        queries = own_share(queries, pool.layout.groups, self.target.rank.index)
         for backend in self.backends.values():
             backend.plan(queries, pool)
         return self.model.begin(queries, pool, self.backends, start.ropes)
@@ -113,15 +114,20 @@ def load_mtp(folder: Path, spec: MTPSpec, target: Gemma4, *, quantization: str =
     def match(names: Iterable[str]) -> dict[str, str]:
         return {name: name for name in names if name != _TIED_HEAD}
 
-    weights = Weights(target.dtype, target.device)
+    weights = _weights(target)
     model = load_weights(folder, build, match, weights, quantization=quantization, progress=progress)
     model.bind(target)
     return model
 
 
+def _weights(target: Gemma4) -> Weights:
+    """Return the drafter's weights. Its attention reads the target's pages, so ranks share its heads as they do there."""
+    return Weights(target.dtype, target.device, target.rank, target.all_reduce)
+
+
 def draw_mtp(spec: MTPSpec, target: Gemma4, draw: RandomDraw, *, quantization: str = "auto") -> MTPModel:
     """Return a drafter with random weights, for measurements."""
-    weights = choose_rounding(Weights(target.dtype, target.device), quantization)
+    weights = choose_rounding(_weights(target), quantization)
     model = MTPModel(spec, weights, latent=target.latent)
     fill_randomly(model.placements(), draw, target.device)
     model.finish()

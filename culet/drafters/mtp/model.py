@@ -15,12 +15,11 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.drafters.mtp.spec import CentroidSpec, MTPSpec
-from culet.errors import InternalError
 from culet.kernels.types import Candidates, Rope
 from culet.layers.attention import Pass
 from culet.layers.layer import Layer
 from culet.layers.rope import inverse_frequencies
-from culet.layers.weight.base import Projection
+from culet.layers.weight.base import Projection, Split
 from culet.layers.weight.weights import Weights, narrowed
 from culet.models.gemma4 import DecoderLayer, Gemma4
 from culet.models.spec import RopeSpec
@@ -64,7 +63,7 @@ class PlainHead(Layer):
 
     def __init__(self, vocab_size: int, size: int, weights: Weights) -> None:
         super().__init__()
-        self.table = weights.table(_TABLE, vocab_size, size)
+        self.table = weights.table(_TABLE, vocab_size, size, split=Split.ROWS)
 
     def narrow(self, precision: str) -> None:
         """Convert the table to a narrower format. Call once, after loading. Only the head reads the table."""
@@ -164,8 +163,6 @@ class MTPModel(Layer):
 
     def bind(self, target: Gemma4) -> None:
         """Fold the factors that the target's cached keys lack into the queries. Call once, after `finish`."""
-        if target.rank.size > 1:
-            raise InternalError("an MTP drafter reads the pages of every head, and this rank holds those of some heads")
         for layer in self._layers:
             source = target.attention_of(layer.attention.kv_source)
             layer.attention.finish(source)

@@ -17,16 +17,24 @@ MAX_SCORES = 1 << 28  # float32 scores in memory at once. Longer rows are comput
 
 
 def decode_attention(
-    q_TNH: Tensor, kv: PagedKV, rows: RaggedRows, *, max_queries: int, out_TNH: Tensor | None = None, **_launch: Any
+    q_TNH: Tensor,
+    kv: PagedKV,
+    rows: RaggedRows,
+    *,
+    max_queries: int,
+    out_TNH: Tensor | None = None,
+    lse_TN: Tensor | None = None,
+    **_launch: Any,
 ) -> Tensor:
     """Return the attention of every row with 1 to `max_queries` query tokens. All keys are in pages.
 
-    Other rows are not written.
+    If `lse_TN` is given, it gets the log of the sum of exponentials of each query's scores, float32. Rows of which no query
+    sees a key (context + query tokens = 0) are not written, and neither are other rows.
     """
     out_TNH = torch.zeros_like(q_TNH) if out_TNH is None else out_TNH
-    for row, (begin, end, _) in enumerate(_spans(rows)):
-        if 0 < end - begin <= max_queries:
-            _attend(row, q_TNH, kv, rows, None, out_TNH)
+    for row, (begin, end, start) in enumerate(_spans(rows)):
+        if 0 < end - begin <= max_queries and start + end - begin > 0:
+            _attend(row, q_TNH, kv, rows, None, out_TNH, lse_TN)
     return out_TNH
 
 
@@ -38,16 +46,18 @@ def prefill_attention(
     *,
     fresh: tuple[Tensor, Tensor] | None = None,
     out_TNH: Tensor | None = None,
+    lse_TN: Tensor | None = None,
     **_launch: Any,
 ) -> Tensor:
     """Return the attention of the rows listed in the first column of `tiles_X5`.
 
     Keys from the row's first query token on come from `fresh` (k_TGH, v_TGH of the same T tokens). Earlier keys come from
-    pages. Without `fresh`, all keys come from pages.
+    pages. Without `fresh`, all keys come from pages. If `lse_TN` is given, it gets the log of the sum of exponentials of each
+    query's scores, float32.
     """
     out_TNH = torch.zeros_like(q_TNH) if out_TNH is None else out_TNH
     for row in sorted(set(tiles_X5[:, 0].tolist())):
-        _attend(row, q_TNH, kv, rows, fresh, out_TNH)
+        _attend(row, q_TNH, kv, rows, fresh, out_TNH, lse_TN)
     return out_TNH
 
 
@@ -69,7 +79,13 @@ def _spans(rows: RaggedRows) -> list[tuple[int, int, int]]:
 
 
 def _attend(
-    row: int, q_TNH: Tensor, kv: PagedKV, rows: RaggedRows, fresh: tuple[Tensor, Tensor] | None, out_TNH: Tensor
+    row: int,
+    q_TNH: Tensor,
+    kv: PagedKV,
+    rows: RaggedRows,
+    fresh: tuple[Tensor, Tensor] | None,
+    out_TNH: Tensor,
+    lse_TN: Tensor | None,
 ) -> None:
     begin, end, start = _spans(rows)[row]
     length = start + end - begin
@@ -90,7 +106,11 @@ def _attend(
         s_GtMK = torch.einsum("tgmh,kgh->gtmk", q_tGMH, k_KGH)
         seen_2t = visible_2T[:, part - begin : stop - begin, None]
         seen_tK = (position_K >= seen_2t[0]) & (position_K <= seen_2t[1])
-        p_GtMK = s_GtMK.masked_fill(~seen_tK[None, :, None], -torch.inf).softmax(-1)
+        s_GtMK = s_GtMK.masked_fill(~seen_tK[None, :, None], -torch.inf)
+        # A query that sees no key has an output of 0.
+        p_GtMK = s_GtMK.softmax(-1).masked_fill(~seen_tK.any(-1)[None, :, None, None], 0.0)
+        if lse_TN is not None:
+            lse_TN[part:stop] = s_GtMK.logsumexp(-1).transpose(0, 1).flatten(1)
         out_TNH[part:stop] = torch.einsum("gtmk,kgh->tgmh", p_GtMK, v_KGH).flatten(1, 2).to(out_TNH.dtype)
 
 

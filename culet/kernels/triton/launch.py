@@ -29,6 +29,11 @@ def only_warm() -> Iterator[None]:
         _is_warming = before
 
 
+def is_only_warming() -> bool:
+    """Return whether launches compile and do not run."""
+    return _is_warming
+
+
 @dataclass(slots=True)
 class Launch:
     """The launch `kernel[grid](**arguments)`. `options` are num_warps, num_stages and the like."""

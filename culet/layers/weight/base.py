@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from culet.kernels.types import BlockShape, BlockStart, Candidates, HeadShape
 from culet.layers.layer import Layer
 from culet.layers.weight.placement import Placement
 from culet.parallel.rank import ONLY_RANK, Rank
-from culet.parallel.reduce import AllReduce, PartialSum, join_parts
+from culet.parallel.reduce.parts import AllReduce, PartialSum, join_parts
 
 
 class Split(Enum):
@@ -53,6 +53,7 @@ class MatrixLayout:
     split: Split = Split.NONE
     column_order: Tensor | None = None  # order of the columns within units; None keeps the stored order
     column_unit: int = 1
+    has_shared_columns: bool = False  # ranks may hold the same columns, because each weights its inputs
 
     def rows(self, projection: Projection, rank: Rank) -> slice:
         """Return the stored rows of a projection that `rank` holds."""
@@ -61,8 +62,9 @@ class MatrixLayout:
 
     def columns(self, rank: Rank) -> slice:
         """Return the stored columns that `rank` holds."""
-        is_split = self.split is Split.COLUMNS
-        return rank.share(self.num_columns, self.column_unit) if is_split else slice(0, self.num_columns)
+        if self.split is not Split.COLUMNS:
+            return slice(0, self.num_columns)
+        return rank.share(self.num_columns, self.column_unit, may_repeat=self.has_shared_columns)
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,14 @@ def local_order(order: Tensor | None, cut: slice) -> Tensor | None:
 
 class Weight(Layer, ABC):
     """A weight of any format."""
+
+    all_reduce: AllReduce | None = None  # adds its partial sums over all ranks, or None if there is nothing to add
+    can_leave_sum: ClassVar[bool] = True  # False if the format changes the sum
+
+    def leave_sum(self) -> None:
+        """Make products of this rank's part stay its own term of the sum. Their reader adds those of all ranks."""
+        assert self.can_leave_sum
+        self.all_reduce = None
 
     @abstractmethod
     def own_placements(self) -> Iterator[tuple[str, Placement]]:
@@ -242,6 +252,33 @@ class Table(Weight):
 
     def _no_kernel(self, op: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} has no kernel for {op}")
+
+
+def begin_blocks_of(
+    table: Table, newest_R: Tensor, length_R: Tensor, tables: tuple[Tensor, Tensor], shape: BlockShape, inv_freq: Tensor
+) -> BlockStart:
+    """Start a pass over blocks with a table that the op cannot read, because it is quantised or a shard.
+
+    The op gets a plain table of only the rows that it needs: the newest tokens, then the mask.
+    """
+    ids = torch.cat((newest_R, torch.full_like(newest_R[:1], shape.mask_token_id)))
+    num_rows, device = newest_R.shape[0], newest_R.device
+    small, embedding = shape._replace(mask_token_id=num_rows), (table.embed(ids), 1.0)
+    ops = for_device(device)
+    start: BlockStart = ops.begin_blocks(torch.arange(num_rows, device=device), length_R, tables, small, inv_freq, embedding)
+    return start._replace(ids_T=ids[start.ids_T])
+
+
+def join_candidates(found: Candidates, first_row: int, all_reduce: AllReduce | None) -> Candidates:
+    """Return the best candidate of each rank, whose tokens start at `first_row`. With one rank, return its candidates."""
+    if all_reduce is None:
+        return found
+    best = found.scores_RC.max(dim=-1)
+    ids = best.indices if found.ids_RC is None else found.ids_RC.gather(-1, best.indices[..., None])[..., 0]
+    # Scores and token ids travel together. float32 holds ids of up to 2 ** 24 exactly, far more than a vocabulary has.
+    both = all_reduce.gather(torch.stack((best.values.float(), (ids + first_row).float())))
+    scores, tokens = both.movedim(0, -1)
+    return Candidates(scores, tokens.long())
 
 
 class ExpertStack(Weight):

@@ -11,9 +11,10 @@ from culet import hardware
 from culet.errors import ConfigError
 from culet.kernels.dispatch import E4M3, for_device
 from culet.kernels.types import Candidates
-from culet.layers.weight.base import Table
+from culet.layers.weight.base import Table, join_candidates
 from culet.layers.weight.placement import Placement
 from culet.layers.weight.plain import PlainTable
+from culet.parallel.reduce.parts import join_columns
 
 _ROWS_AT_ONCE = 16384
 _MIN_SCALE = 1e-12  # used for a row of zeros
@@ -25,7 +26,8 @@ class E4M3Table(Table):
     def __init__(self, table: Table) -> None:
         super().__init__()
         assert isinstance(table, PlainTable), "an e4m3 table can only be made from a plain table"
-        wide_VD = table.whole_tensor("narrowing")
+        wide_VD = table.tensor
+        self.rows, self.num_rows, self.all_reduce = table.rows, table.layout.num_rows, table.all_reduce
         check_device(wide_VD.device)
         self.scale, self.ops = table.scale, for_device(wide_VD.device, E4M3)
         scale_V1 = (wide_VD.abs().amax(dim=1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max).clamp(
@@ -44,10 +46,12 @@ class E4M3Table(Table):
         return iter(())
 
     def head(self, x_LD: Tensor) -> Tensor:
-        return x_LD.float() @ self.tensor.float().t() * self.scale_V
+        logits_LV = x_LD.float() @ self.tensor.float().t() * self.scale_V
+        return join_columns(logits_LV, self.rows, self.num_rows, self.all_reduce)
 
     def head_candidates(self, x_RD: Tensor, cap: float | None) -> Candidates:
-        return self.ops.head_candidates(x_RD, self.tensor, self.scale_V, cap)
+        found = self.ops.head_candidates(x_RD, self.tensor, self.scale_V, cap)
+        return join_candidates(found, self.rows.start, self.all_reduce)
 
 
 def check_device(device: torch.device) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,17 @@ from torch import Tensor, nn
 FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 INTEGERS = frozenset({"I32", "I64"})
 E4M3_TYPES = frozenset({"F8_E4M3"})
+TORCH_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 # Random values are first rounded to this dtype, so that a float32 model has the same weights as its bfloat16 twin.
 _DRAWN_DTYPE = torch.bfloat16
 
@@ -32,16 +43,32 @@ class Piece:
     order: Tensor | None = None  # int64; None keeps the stored order
     dim: int = 0
 
-    def fill(self, stored: Sliceable) -> None:
-        """Read the region and copy it to the target, converting device and dtype."""
-        value = stored[self.region]
+    def fill(self, value: Tensor) -> None:
+        """Copy the values of the region to the target, converting device and dtype.
+
+        A copy to a GPU may still be under way when this returns.
+        """
         if self.order is None and value.dtype is self.target.dtype:
-            self.target.copy_(value)  # straight to the device, which then needs no memory for a second copy
+            self.target.copy_(value, non_blocking=True)  # straight to the device, which needs no memory for a second copy
             return
-        value = value.to(self.target.device)
+        value = value.to(self.target.device, non_blocking=True)
         if self.order is not None:
             value = value.index_select(self.dim, self.order.to(value.device))
         self.target.copy_(value)
+
+    def split(self, num_rows: int) -> Iterator[Piece]:
+        """Yield pieces of at most `num_rows` rows that together fill the target, or this piece if it needs all its rows."""
+        if not self.region:  # a scalar
+            yield self
+            return
+        rows, *rest = self.region
+        if (self.order is not None and self.dim == 0) or rows.stop - rows.start <= num_rows:
+            yield self
+            return
+        for start in range(rows.start, rows.stop, num_rows):
+            stop = min(start + num_rows, rows.stop)
+            target = self.target[start - rows.start : stop - rows.start]
+            yield replace(self, target=target, region=(slice(start, stop), *rest))
 
 
 @dataclass(frozen=True)
@@ -51,11 +78,15 @@ class ConvertedPiece(Piece):
     convert: Callable[[Tensor], tuple[Tensor, ...]] = lambda value: (value,)
     more_targets: tuple[Tensor, ...] = ()
 
-    def fill(self, stored: Sliceable) -> None:
-        """Read the region, convert it, and copy the results to the targets."""
-        values = self.convert(stored[self.region].to(self.target.device))
-        for target, value in zip((self.target, *self.more_targets), values, strict=True):
-            target.copy_(value)
+    def fill(self, value: Tensor) -> None:
+        """Convert the values of the region, and copy the results to the targets."""
+        results = self.convert(value.to(self.target.device, non_blocking=True))
+        for target, result in zip((self.target, *self.more_targets), results, strict=True):
+            target.copy_(result)
+
+    def split(self, num_rows: int) -> Iterator[Piece]:
+        """Yield this piece. The conversion needs the whole region."""
+        yield self
 
 
 @dataclass(frozen=True)
@@ -80,7 +111,7 @@ class Placement:
 
     def fill(self, stored: Sliceable) -> None:
         for piece in self.pieces:
-            piece.fill(stored)
+            piece.fill(stored[piece.region])
 
     def empty(self, device: torch.device) -> Tensor:
         """Allocate memory for random values of the whole stored tensor."""

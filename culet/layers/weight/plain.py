@@ -24,10 +24,12 @@ from culet.layers.weight.base import (
     Split,
     Table,
     TableLayout,
+    begin_blocks_of,
+    join_candidates,
     local_order,
 )
 from culet.layers.weight.placement import Piece, Placement, whole
-from culet.parallel.reduce import PartialSum, join_columns, join_parts
+from culet.parallel.reduce.parts import PartialSum, join_columns, join_parts
 
 
 def empty_matrix(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -182,7 +184,8 @@ class PlainTable(Table):
         return join_columns(self.ops.capped_head(x_LD, self.tensor, cap), self.rows, self.layout.num_rows, self.all_reduce)
 
     def head_candidates(self, x_RD: Tensor, cap: float | None) -> Candidates:
-        return self.ops.head_candidates(x_RD, self.whole_tensor("head_candidates"), None, cap)
+        found = self.ops.head_candidates(x_RD, self.tensor, None, cap)
+        return join_candidates(found, self.rows.start, self.all_reduce)
 
     def cluster_candidates(self, x_RD: Tensor, ids_MJ: Tensor, chosen_RK: Tensor) -> Candidates:
         return self.ops.cluster_candidates(x_RD, self.whole_tensor("cluster_candidates"), ids_MJ, chosen_RK)
@@ -190,8 +193,9 @@ class PlainTable(Table):
     def begin_blocks(
         self, newest_R: Tensor, length_R: Tensor, tables: tuple[Tensor, Tensor], shape: BlockShape, inv_freq: Tensor
     ) -> BlockStart:
-        table_VD = self.whole_tensor("begin_blocks")
-        return self.ops.begin_blocks(newest_R, length_R, tables, shape, inv_freq, (table_VD, self.scale))
+        if self.is_shard:
+            return begin_blocks_of(self, newest_R, length_R, tables, shape, inv_freq)
+        return self.ops.begin_blocks(newest_R, length_R, tables, shape, inv_freq, (self.tensor, self.scale))
 
     def reorder_rows(self, order_V: Tensor) -> None:
         self.tensor.copy_(self.whole_tensor("reorder_rows")[order_V])

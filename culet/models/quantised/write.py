@@ -19,7 +19,8 @@ from culet.log import logger
 from culet.models.checkpoint import Checkpoint
 from culet.models.folder import CONFIG_FILE
 from culet.models.quantised.config import CONFIG_KEYS, read_quantisation
-from culet.models.weights import INDEX_FILE, SINGLE_FILE, StoredTensor, progress_bar, stored_tensors
+from culet.models.weight_files import INDEX_FILE, SINGLE_FILE, StoredTensor, read_headers
+from culet.models.weights import progress_bar
 
 _SHARD_BYTES = 2 * 10**9  # the most that is held in memory
 # Linear modules of the decoder. Everything else keeps its precision: tables, norms, the router and the towers.
@@ -52,7 +53,7 @@ def write_quantised(
 def _write_all(checkpoint: Checkpoint, target: Path, precision: str, device: torch.device, progress: bool) -> int:
     shards = _Shards(target)
     plain: list[str] = []
-    tensors = list(stored_tensors(checkpoint.folder))
+    tensors = list(read_headers(checkpoint.folder).values())
     with progress_bar("Quantising weights", sum(tensor.num_bytes for tensor in tensors), progress) as advance:
         for tensor in tensors:
             for name, value in _converted(tensor, precision, device, plain):

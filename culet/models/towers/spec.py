@@ -82,6 +82,10 @@ class UnifiedVisionSpec:
         norms = 2 * pixels + 4 * hidden
         return norms + pixels * hidden + hidden + 2 * self.num_positions * hidden + hidden * self.out_size
 
+    def flops(self, num_tokens: int) -> int:
+        """Count the operations of the matrix products for an image of `num_tokens` soft tokens."""
+        return 2 * num_tokens * self.hidden_size * (_CHANNELS * self.token_pixels**2 + self.out_size)
+
     def working_bytes(self, itemsize: int) -> int:
         """Estimate the peak memory of activations in the largest pass. Pixel levels and norms take four bytes a value."""
         return MAX_TOKENS * (2 * _CHANNELS * self.token_pixels**2 + 4 * self.hidden_size) * max(itemsize, 4)

@@ -159,7 +159,7 @@ class FixedSteps:
             return step
         assert not any(row.num_open for row in rows), "only a graph can run open rows"
         self._lay_out(step)
-        batch = self._batch_of(rows, step)
+        batch = self.target.own_share(self._batch_of(rows, step))
         self.target.plan(batch)
         step.hidden = self._forward(step, batch)
         return step
@@ -186,7 +186,7 @@ class FixedSteps:
     def _launch(self, step: FixedStep) -> Hidden:
         """Run a step. This is captured, so it only launches kernels."""
         self._lay_out(step)
-        return self._forward(step, step.batch)
+        return self._forward(step, self.target.own_share(step.batch))
 
     def _lay_out(self, step: FixedStep) -> None:
         ring_len = 0 if self.deferred is None else self.deferred.ring_len

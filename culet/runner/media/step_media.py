@@ -141,12 +141,12 @@ class SlotMedia:
 
 
 def _strays(entry: Entry, placeholder_ids: frozenset[int]) -> tuple[int, ...]:
-    """Return the positions of placeholders that no media stand for."""
+    """Return the positions of placeholders in the prompt that no media stand for. One that the model drew is just a token."""
     covered = {position for span in entry.media for position in range(span.start, span.end)}
     return tuple(
         [
             position
-            for position, token_id in enumerate(entry.token_ids)
+            for position, token_id in enumerate(entry.token_ids[: entry.prompt_len])
             if token_id in placeholder_ids and position not in covered
         ]
     )

@@ -34,7 +34,9 @@ class StoredResponse:
 
 
 def _message_bytes(message: Mapping[str, Any]) -> int:
-    texts = [value for value in message.values() if isinstance(value, str)]
+    content = message.get("content")
+    parts = content if isinstance(content, list) else ()
+    texts = [value for fields in (message, *parts) for value in fields.values() if isinstance(value, str)]
     calls = message.get("tool_calls") or ()
     texts += [call["function"]["arguments"] for call in calls]
     return _MESSAGE_BYTES * (1 + len(calls)) + sum(map(sys.getsizeof, texts))

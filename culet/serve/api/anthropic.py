@@ -15,6 +15,19 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
+from culet.serve.api.anthropic_blocks import (
+    Block,
+    DocumentBlock,
+    ImageBlock,
+    RedactedBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    part_of,
+    result_of,
+    text_of,
+)
 from culet.serve.api.chat_request import PreparedChat, check_chat, prefilled, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
 from culet.serve.api.fields import (
@@ -49,50 +62,6 @@ _ERROR_TYPES = {
     503: "overloaded_error",
 }
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-
-
-class TextBlock(Struct, tag="text"):
-    text: Text
-
-
-class ThinkingBlock(Struct, tag="thinking"):
-    """An earlier thought of the model."""
-
-    thinking: Text
-    signature: Text = ""
-
-
-class RedactedBlock(Struct, tag="redacted_thinking"):
-    """An encrypted thought. It is ignored."""
-
-    data: Text = ""
-
-
-class ToolUseBlock(Struct, tag="tool_use"):
-    """An earlier tool call."""
-
-    id: Annotated[str, Meta(max_length=256)]
-    name: ToolName
-    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]  # may be long, so it is parsed later
-
-
-class ToolResultBlock(Struct, tag="tool_result"):
-    """The output of a tool."""
-
-    tool_use_id: Annotated[str, Meta(max_length=256)]
-    content: Text | Annotated[list[TextBlock], Meta(max_length=1024)] | None = None
-    is_error: bool = False
-
-
-class ImageBlock(Struct, tag="image"):
-    """An image. Not supported, and refused with an explanation."""
-
-
-class DocumentBlock(Struct, tag="document"):
-    """A document. Not supported, and refused with an explanation."""
-
-
-Block = TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock | ImageBlock | DocumentBlock
 
 
 class AnthropicMessage(Struct):
@@ -225,12 +194,12 @@ async def count_tokens(service: Service, request: Request) -> Response:
         tools = [] if choice is not None and choice.type == "none" else _tools(body)
         await check_chat(service, body.messages, tools)
         messages = _openai_messages(body)
-        tokens = await service.encode_chat(
+        prompt = await service.prompts.encode_chat(
             messages, tools=tools or None, enable_thinking=_thinking(body), continued=prefilled(messages[-1])
         )
     except CuletError as error:
         return _error_response(error)
-    return json_response(TokenCount(len(tokens)))
+    return json_response(TokenCount(len(prompt.token_ids)))
 
 
 async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
@@ -286,7 +255,7 @@ def _tools(body: Conversation) -> list[dict[str, Any]]:
 def _openai_messages(body: Conversation) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": _text_of(body.system)})
+        messages.append({"role": "system", "content": text_of(body.system)})
     for index, message in enumerate(body.messages):
         blocks = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
         where = f"messages[{index}].content"
@@ -295,28 +264,25 @@ def _openai_messages(body: Conversation) -> list[dict[str, Any]]:
     return messages
 
 
-def _text_of(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
-
-
 def _from_user(blocks: Sequence[Block], where: str) -> list[dict[str, Any]]:
     """Convert a user message. Tool results come first, as one message each, followed by the user's text."""
     results: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         match block:
-            case TextBlock():
-                texts.append(block.text)
+            case TextBlock() | ImageBlock():
+                parts.append(part_of(block, f"{where}[{index}]"))
             case ToolResultBlock():
-                text = _text_of(block.content or "")
-                text = f"error: {text}" if block.is_error else text
-                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-            case ImageBlock() | DocumentBlock():
-                raise UnsupportedError(f"{where}[{index}]: only text is supported", hint="send only text blocks")
+                result = {"role": "tool", "tool_call_id": block.tool_use_id}
+                results.append(result | {"content": result_of(block, f"{where}[{index}].content")})
+            case DocumentBlock():
+                raise UnsupportedError(f"{where}[{index}]: documents are not supported", hint="send text and images")
             case _:
                 raise BadRequest(f"{where}[{index}]: got an assistant block in a user message")
-    if texts or not results:
-        results.append({"role": "user", "content": "\n".join(texts)})
+    if parts or not results:
+        has_images = any(part["type"] == "image" for part in parts)
+        text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+        results.append({"role": "user", "content": parts if has_images else text})
     return results
 
 

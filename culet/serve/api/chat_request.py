@@ -14,6 +14,8 @@ from msgspec import Struct
 
 from culet.errors import BadRequest, QueueFull
 from culet.log import logger
+from culet.media.parts import MediaOptions
+from culet.media.prompt import ExpandedPrompt
 from culet.serve.answers.turns import json_size
 from culet.serve.generation import Generation, Origin
 from culet.serve.service import Service
@@ -31,7 +33,7 @@ class PreparedChat:
     """A chat request that is ready to be submitted."""
 
     service: Service
-    prompt_token_ids: list[int]
+    prompt: ExpandedPrompt
     params: SamplingParams
     tools: Sequence[Mapping[str, Any]] = ()
     single_call: bool = False  # end with the first tool call
@@ -48,7 +50,7 @@ class PreparedChat:
         )
         return Generation(
             self.service,
-            self.prompt_token_ids,
+            self.prompt,
             self.params,
             make_output,
             endpoint=endpoint,
@@ -88,6 +90,7 @@ async def prepare(
     add_generation_prompt: bool = True,
     continued: str | None = None,
     clamp: bool = False,
+    media: MediaOptions | None = None,
 ) -> PreparedChat:
     """Check, render and tokenize a chat request.
 
@@ -112,19 +115,20 @@ async def prepare(
     elif offered and (service.settings.constrain_tool_calls if constrain_tool_calls is None else constrain_tool_calls):
         params = replace(params, structured_outputs=await _call_grammar(service, offered))
     calls_hold = isinstance(form, ToolForm) or (form is None and params.structured_outputs is not None)
-    prompt = await service.encode_chat(
+    prompt = await service.prompts.encode_chat(
         messages,
         tools=list(offered) or None,
         enable_thinking=enable_thinking,
         add_generation_prompt=add_generation_prompt,
         options=options,
         continued=continued,
+        media=media,
     )
     call_id = service.tokenizer.token_id(_OPEN_CALL)
     if tool_choice == "none" and tools and call_id is not None:
         params = replace(params, logit_bias={**(params.logit_bias or {}), call_id: _FORBID})
     if clamp or service.settings.clamp_max_tokens:
-        params = service.clamp(params, len(prompt))
+        params = service.clamp(params, len(prompt.token_ids))
     return PreparedChat(service, prompt, params, offered, single_call, calls_hold)
 
 

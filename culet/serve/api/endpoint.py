@@ -13,28 +13,27 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from culet.errors import BadRequest, UnsupportedError
+from culet.errors import BadRequest
 from culet.serve.generation import Origin
 from culet.serve.http.json_cost import JsonCost
 from culet.serve.keys import CALLER, Caller
 from culet.serve.service import Service
-from culet.text.messages import check_messages
 
 T = TypeVar("T", bound=Struct)
 encoder = msgspec.json.Encoder()
 _decoders: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
-_SMALL_BODY = 64 << 10  # decoded at once, whatever is in it
+SMALL_BODY = 64 << 10  # decoded at once, whatever is in it
 _MAX_PROBLEM_CHARS = 500  # of an error message, which may quote the client's own text
-_MAX_CHECKED = 4096  # messages that are searched for images and the like
 # The decoder holds the GIL, so two at a time would only stop the event loop for longer.
-_decoding_thread = ThreadPoolExecutor(1, "decode")
+decoding_thread = ThreadPoolExecutor(1, "decode")
 
 
 @dataclass(frozen=True)
 class Endpoint:
     """One path and method. To refuse a request, `handle` raises a CuletError, which the middleware turns into a reply.
 
-    `body` and `answer` are the structs of the request and the answer in the OpenAPI document.
+    `body` and `answer` are the structs of the request and the answer in the OpenAPI document. `body_type` is the content type
+    that requests must have.
     """
 
     method: str
@@ -42,23 +41,24 @@ class Endpoint:
     handle: Callable[[Service, Request], Awaitable[Response]]
     body: type[Struct] | None = None
     answer: type[Struct] | None = None
+    body_type: str = "application/json"
 
 
 async def read_body(service: Service, request: Request, kind: type[T]) -> T:
     """Read the request's body as a `kind`. Raise a BadRequest if it does not match, or would take too long to decode."""
     body = await request.body()
-    if len(body) <= _SMALL_BODY:
+    if len(body) <= SMALL_BODY:
         return decode(kind, body)
     cost, max_cost = JsonCost(), service.limits.json_values
-    for begin in range(0, len(body), _SMALL_BODY):
-        cost.push(body[begin : begin + _SMALL_BODY])
+    for begin in range(0, len(body), SMALL_BODY):
+        cost.push(body[begin : begin + SMALL_BODY])
         if cost.cost > max_cost:
             raise BadRequest(
                 f"body: more than {max_cost} values, where each list or object counts as eight",
                 hint="send less at once, or raise the limit with --limits json_values=N",
             )
         await asyncio.sleep(0)  # other clients have their turn
-    return await asyncio.get_running_loop().run_in_executor(_decoding_thread, decode, kind, body)
+    return await asyncio.get_running_loop().run_in_executor(decoding_thread, decode, kind, body)
 
 
 def decode(kind: type[T], body: bytes | bytearray) -> T:
@@ -70,8 +70,6 @@ def decode(kind: type[T], body: bytes | bytearray) -> T:
         request: T = decoder.decode(body)
     except msgspec.ValidationError as error:
         problem, _, place = str(error).partition(" - at `")
-        if place.startswith("$.messages["):
-            _check_media(body)
         path = place.rstrip("`").removeprefix("$").removeprefix(".")
         raise BadRequest(f"{path or 'body'}: {problem[:1].lower()}{problem[1:_MAX_PROBLEM_CHARS]}") from None
     except (msgspec.DecodeError, UnicodeError) as error:
@@ -79,16 +77,6 @@ def decode(kind: type[T], body: bytes | bytearray) -> T:
     except RecursionError:
         raise BadRequest("body: the JSON is nested too deeply") from None
     return request
-
-
-def _check_media(body: bytes | bytearray) -> None:
-    """Raise UnsupportedError if a message has an unsupported part, which says more than the error about the struct."""
-    try:
-        check_messages(msgspec.json.decode(body).get("messages")[:_MAX_CHECKED])
-    except UnsupportedError as error:
-        raise error from None
-    except Exception:  # the caller reports everything else
-        return
 
 
 def json_response(answer: object, status: int = 200) -> Response:

@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from culet.config import read_thinking_budgets
 from culet.errors import BadRequest, UnsupportedError
+from culet.media.parts import MediaOptions
 from culet.serve.service import Service
 from culet.structured.forms import FormAliases, ResponseFormat, StructuredFields, form_of
 from culet.types import MAX_SEED, SamplingParams
@@ -38,6 +39,75 @@ Schema = dict[str, Any]
 RawArguments = Annotated[
     Raw, Meta(extra_json_schema={"anyOf": [{"type": "string", "maxLength": MAX_TEXT}, {"type": "object"}]})
 ]
+
+
+Detail = Literal["low", "auto", "high"]
+
+
+class UrlField(Struct, omit_defaults=True):
+    """A `data:` URL, or an https URL of a host that the server allows."""
+
+    url: Text
+    detail: Detail | None = None
+
+
+class TextPart(Struct, tag_field="type", tag="text"):
+    """A text part of a message."""
+
+    text: Text
+
+
+class ImageUrlPart(Struct, tag_field="type", tag="image_url"):
+    """An image."""
+
+    image_url: UrlField | Text
+
+
+class VideoUrlPart(Struct, tag_field="type", tag="video_url"):
+    """A video."""
+
+    video_url: UrlField | Text
+
+
+class AudioUrlPart(Struct, tag_field="type", tag="audio_url"):
+    """A recording."""
+
+    audio_url: UrlField | Text
+
+
+class AudioData(Struct):
+    data: Text  # base64
+    format: Annotated[str, Meta(max_length=32)] | None = None  # ignored, because the data says what it is
+
+
+class InputAudioPart(Struct, tag_field="type", tag="input_audio"):
+    """A recording as base64."""
+
+    input_audio: AudioData
+
+
+class FileData(Struct, omit_defaults=True):
+    file_data: Text | None = None  # a `data:` URL
+    filename: Annotated[str, Meta(max_length=1024)] | None = None
+    file_id: Annotated[str, Meta(max_length=256)] | None = None
+
+
+class FilePart(Struct, tag_field="type", tag="file"):
+    """A file that is an image, a video or a recording."""
+
+    file: FileData
+
+
+Part = TextPart | ImageUrlPart | VideoUrlPart | AudioUrlPart | InputAudioPart | FilePart
+
+
+class MediaFields(Struct, forbid_unknown_fields=True):
+    """How images and video frames are prepared."""
+
+    max_soft_tokens: Literal[70, 140, 280, 560, 1120] | None = None  # the most tokens of an image or a frame
+
+    def options(self) -> MediaOptions:
+        return MediaOptions(self.max_soft_tokens)
 
 
 class StreamOptions(Struct):

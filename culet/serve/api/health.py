@@ -22,7 +22,7 @@ async def health(service: Service, request: Request) -> Response:
     state = service.health
     if state != "ok":
         raise HttpError(503, f"{state}: {_PROBLEMS[state]}", code="engine_unavailable")
-    return json_response({"status": "ok", "engine": service.engine.state})
+    return json_response({"status": "ok", "engine": service.engines.state})
 
 
 async def ready(service: Service, request: Request) -> Response:

@@ -16,7 +16,7 @@ from culet.errors import BadRequest
 from culet.serve.answers.parts import BigAnswer, Part
 from culet.serve.api.chat_request import check_chat
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body
-from culet.serve.api.fields import Text, TokenId
+from culet.serve.api.fields import MediaFields, Text, TokenId
 from culet.serve.api.openai.chat import Message, TemplateOptions, Tool, tool_fields
 from culet.serve.service import Service
 from culet.text.tokenizer import IncrementalDecoder, Tokenizer, check_token_ids, no_tokenizer
@@ -35,6 +35,7 @@ class TokenizeRequest(Struct):
     tools: Annotated[list[Tool], Meta(max_length=4096)] | None = None
     chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool = True
+    mm_processor_kwargs: MediaFields | None = None
 
 
 class DetokenizeRequest(Struct):
@@ -90,14 +91,16 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> Response:
         options = body.chat_template_kwargs
         tools = [tool_fields(tool) for tool in body.tools or ()]
         await check_chat(service, body.messages, tools)
-        tokens = await service.encode_chat(
+        prompt = await service.prompts.encode_chat(
             body.messages,
             tools=tools or None,
             enable_thinking=options.enable_thinking if options is not None else None,
             add_generation_prompt=body.add_generation_prompt,
+            media=(body.mm_processor_kwargs or MediaFields()).options(),
         )
+        tokens = prompt.token_ids
     else:
-        tokens = await service.encode_text(body.prompt or "", add_bos=body.add_special_tokens)
+        tokens = await service.prompts.encode_text(body.prompt or "", add_bos=body.add_special_tokens)
     answer = TokenizeAnswer(len(tokens), service.rules.max_model_len, [])
     parts: list[Part] = [encoder.encode(answer).removesuffix(b"]}")]
     async for pieces in service.turns.run(_encode_ids(tokens)):

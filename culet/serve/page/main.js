@@ -7,9 +7,12 @@ import { showThinking } from "./chat/composer.js";
 import { startPlots, stopPlots } from "./engine/engine.js";
 import { icon } from "./parts/dom.js";
 import { toast } from "./parts/toast.js";
+import { setAccepted } from "./media/accepted.js";
+import { chooseFiles, showAbilities, showSizes } from "./media/tray.js";
 import { openSettings, watchSettings } from "./settings.js";
 import { addressOf, focusSearch, markOpen, titleOf, watchSidebar } from "./sidebar.js";
 import { onChange, onStorageFull, startStore } from "./store/conversations.js";
+import { startDrafts } from "./store/drafts.js";
 
 const byId = (id) => document.getElementById(id);
 const narrow = matchMedia("(max-width: 760px)");
@@ -83,6 +86,8 @@ async function showModel() {
     model = data[0].id;
     setModel(model);
     byId("model").textContent = model;
+    setAccepted(data[0].media);
+    showAbilities();
     showTitle();
     say("");
     showExamples((await (await call("examples")).json()).examples);
@@ -109,7 +114,7 @@ function switchTheme() {
 
 // Keyboard
 
-const SHORTCUTS = { KeyN: newChat, KeyR: regenerateLast, KeyS: () => openSettings(), KeyK: () => (showSidebar(true), focusSearch()), KeyB: toggleSidebar, KeyE: editLast, KeyM: focusComposer };
+const SHORTCUTS = { KeyN: newChat, KeyR: regenerateLast, KeyS: () => openSettings(), KeyK: () => (showSidebar(true), focusSearch()), KeyB: toggleSidebar, KeyE: editLast, KeyM: focusComposer, KeyA: chooseFiles };
 
 function onKey(event) {
   if (event.key === "Escape" && !document.querySelector("dialog[open], .menu")) {
@@ -139,14 +144,19 @@ async function start() {
   document.addEventListener("keydown", onKey);
   showModel();
   const isKept = await startStore();
+  await startDrafts();
   if (!isKept) toast("This browser keeps no data for this page. Conversations are lost when it is closed.");
-  onStorageFull(() => toast("The browser's storage is full. Export and delete conversations to keep new ones."));
+  onStorageFull((names) => {
+    const what = names.join(", ") || "What is new";
+    toast(`The browser's storage is full. ${what} will be lost when this tab is closed. Export and delete conversations to make room.`);
+  });
   onChange(({ conversation }) => conversation?.id === currentConversation() && showTitle());
   watchChat(onOpened);
   watchSidebar({ open: (id) => goTo(id ? addressOf(id) : "#/") });
   watchSettings(() => {
     showModel();
     showThinking();
+    showSizes();
     if (!byId("view-engine").hidden) startPlots(explain);
   });
   addEventListener("hashchange", route);

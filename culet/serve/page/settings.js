@@ -5,7 +5,7 @@ import { apiKey, isKeyRemembered, setApiKey } from "./api.js";
 // Fields of the dialog and of a request. Numbers are sent under the same name, except one.
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"];
 const REQUEST_NAMES = { max_tokens: "max_completion_tokens" };
-const TEXTS = ["system", "tools", "stop", ...NUMBERS];
+const TEXTS = ["system", "tools", "stop", "budget", ...NUMBERS];
 const STORAGE = "culet.settings";
 const MAX_STOPS = 16;
 const EMPTY = { thinking: false, ...Object.fromEntries(TEXTS.map((name) => [name, ""])) };
@@ -43,6 +43,11 @@ export function requestFields() {
 
 export function systemMessages() {
   return chosen.system.trim() ? [{ role: "system", content: chosen.system }] : [];
+}
+
+// Returns the most soft tokens of an image that the user wants, or null for the model's default.
+export function chosenBudget() {
+  return chosen.budget ? Number(chosen.budget) : null;
 }
 
 export function isThinking() {

@@ -7,12 +7,12 @@ import itertools
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Self, cast
+from typing import Protocol, Self, cast
 
+from culet.cache.changes import PrefixChange
 from culet.child import child_environment, python_command
-from culet.config import Config
 from culet.errors import CuletError, InternalError, WorkerDied, error_of
 from culet.frames import FrameReader, frame
 from culet.log import logger
@@ -21,15 +21,15 @@ from culet.serve.process.wire import (
     Command,
     Deltas,
     Failed,
+    PrefixChanges,
     Ready,
     Refused,
     Report,
-    Script,
     Start,
     Stats,
     Stop,
-    Submit,
     report_decoder,
+    submit_frames,
 )
 from culet.types import FinishReason, Request, TokenDelta
 
@@ -46,6 +46,13 @@ class State(StrEnum):
     DEAD = "dead"
 
 
+class Canceller(Protocol):
+    """What a stream needs of whoever runs its request."""
+
+    def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = ...) -> None: ...
+    def forget(self, request_id: str) -> None: ...
+
+
 class TokenStream:
     """The tokens of one request, as an async iterator. Each item is a list of the deltas since the previous one.
 
@@ -55,7 +62,7 @@ class TokenStream:
     must then forget what it has read whenever `num_starts` has changed.
     """
 
-    def __init__(self, client: EngineClient, request: Request) -> None:
+    def __init__(self, client: Canceller, request: Request) -> None:
         self.request = request
         self.submitted_at = time.monotonic()
         self.first_token_at: float | None = None
@@ -118,13 +125,11 @@ class TokenStream:
         self._deltas.append(delta)
         self._wake()
 
-    @property
-    def may_start_over(self) -> bool:
-        """Whether another engine may answer the request from the beginning."""
-        return self.num_submits < _MAX_SUBMITS and (self.is_private or not self._is_read)
-
-    def start_over(self) -> None:
-        """Forget what a dead engine has sent."""
+    def lose_engine(self) -> None:
+        """Forget what a dead engine has sent, so that another one can answer. Fail if the client has seen some of it."""
+        if self.num_submits >= _MAX_SUBMITS or (self._is_read and not self.is_private):
+            self.fail(WorkerDied("the engine died while it answered this request", hint="send the request again"))
+            return
         self._deltas.clear()
         self._running = set(range(self.request.n))
         self.first_token_at = None
@@ -149,7 +154,9 @@ class EngineClient(asyncio.Protocol):
         self.facts: Ready | None = None  # set when the engine is ready
         self.stats: Stats | None = None  # the latest report
         self.heard_at = time.monotonic()  # time of the last message
+        self.num_samples = 0  # of all requests that have not been forgotten
         self.on_death: Callable[[], None] = lambda: None
+        self.on_prefix_changes: Callable[[list[PrefixChange]], None] = lambda changes: None
         self._failure: CuletError | None = None
         self._frames = FrameReader(report_decoder)
         self._streams: dict[str, TokenStream] = {}
@@ -159,17 +166,12 @@ class EngineClient(asyncio.Protocol):
 
     @classmethod
     async def start(
-        cls,
-        config: Config,
-        *,
-        log_level: str = "info",
-        log_form: str = "text",
-        script: Script | None = None,
-        previous: EngineClient | None = None,
+        cls, start: Start, *, environment: Mapping[str, str] | None = None, previous: EngineClient | None = None
     ) -> EngineClient:
-        """Start the process without waiting for the model to load. With a `script`, it runs the fake engine.
+        """Start the process without waiting for the model to load.
 
-        The client adopts the requests that a `previous` engine left when it died.
+        `environment` adds variables to its environment. The client adopts the requests that a `previous` engine left when it
+        died.
         """
         client = cls()
         if previous is not None:
@@ -178,14 +180,14 @@ class EngineClient(asyncio.Protocol):
         with theirs:
             client._process = subprocess.Popen(
                 python_command("culet.serve.process.engine", str(theirs.fileno())),
-                env=child_environment(),
+                env={**child_environment(), **(environment or {})},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C must reach only this process, which then stops the engine
             )
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: client, sock=ours)
-        client._send(Start(config, log_level, log_form, script))
+        client._send(start)
         return client
 
     async def wait_ready(self) -> Ready:
@@ -215,16 +217,19 @@ class EngineClient(asyncio.Protocol):
             self.heard_at = time.monotonic()  # an idle engine is silent
         stream = TokenStream(self, request)
         self._streams[request.request_id] = stream
+        self.num_samples += request.n
         self._submit(stream)
         return stream
 
     def _submit(self, stream: TokenStream) -> None:
         stream.num_submits += 1
-        self._send(Submit(stream.request))
+        for data in submit_frames(stream.request):
+            self._write(data)
 
     def _adopt(self, previous: EngineClient) -> None:
         """Take over the streams of a dead engine. Those that are not done are submitted when this engine is ready."""
         self._streams, previous._streams = previous._streams, {}
+        self.num_samples, previous.num_samples = previous.num_samples, 0
         for stream in self._streams.values():
             stream.client = self
 
@@ -235,7 +240,9 @@ class EngineClient(asyncio.Protocol):
 
     def forget(self, request_id: str) -> None:
         """Stop delivering tokens for this request."""
-        self._streams.pop(request_id, None)
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self.num_samples -= stream.request.n
 
     def fail_all(self, error: CuletError) -> None:
         """End every running request with `error`."""
@@ -269,8 +276,11 @@ class EngineClient(asyncio.Protocol):
         return self._failure or WorkerDied("the engine process has ended", hint="see the log for the reason")
 
     def _send(self, command: Command) -> None:
+        self._write(frame(command))
+
+    def _write(self, data: bytes | bytearray) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame(command))
+            self._transport.write(data)
 
     # Called by asyncio
 
@@ -296,6 +306,8 @@ class EngineClient(asyncio.Protocol):
                     stream.put(delta)
         elif isinstance(report, Stats):
             self.stats = report
+        elif isinstance(report, PrefixChanges):
+            self.on_prefix_changes(report.changes)
         elif isinstance(report, Refused):
             stream = self._streams.get(report.request_id)
             if stream is not None:
@@ -316,10 +328,7 @@ class EngineClient(asyncio.Protocol):
         for stream in list(self._streams.values()):
             if stream.is_done:
                 continue
-            if stream.may_start_over:
-                stream.start_over()
-            else:
-                stream.fail(WorkerDied("the engine died while it answered this request", hint="send the request again"))
+            stream.lose_engine()
         if not was_dead:
             self.on_death()
 

@@ -14,21 +14,29 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from culet.cache.changes import PrefixChange
+from culet.cache.prefix import PrefixCache
 from culet.engine.requests import RequestRules
 from culet.errors import CuletError, WorkerDied, as_culet_error, error_parts, exit_code
 from culet.frames import FrameReader, frame
 from culet.log import flush_stderr, logger, num_dropped_lines, queue_stderr, setup_logging
+from culet.media.items import MediaItem
 from culet.registry import load
 from culet.scheduler.stats import SchedulerStats
+from culet.serve.process.kv_events import KVEventPublisher, read_kv_events
 from culet.serve.process.wire import (
     Cancel,
     Command,
     Failed,
     GroupFacts,
+    Item,
+    PrefixChanges,
     Ready,
     Refused,
     Report,
@@ -43,12 +51,15 @@ from culet.types import FinishReason, Request, SamplingParams, TokenDelta
 
 STATS_PERIOD_S = 0.5
 _SOCKET_BUFFER_BYTES = 4 << 20
+_MAX_RECEIVED_BYTES = 4 << 20  # between two steps, so that media on their way hold up no step
 _MAX_UNSENT_BYTES = 16 << 20  # if the web process lags further behind, wait for it
 _MAX_FAILURES = 3  # the process gives up after this many failed steps without a new token in between
 _FLUSH_LIMIT_S = 5.0
 _WARM_UP_TOKENS = 4
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _START_FAKE = "culet.testing.fake_engine:start_fake"
+
+Follower = Callable[[list[PrefixChange]], None]  # is told what the prefix cache gains and loses
 
 
 class SteppedEngine(Protocol):
@@ -59,6 +70,8 @@ class SteppedEngine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    @property
+    def prefix_cache(self) -> PrefixCache | None: ...
     def add(self, request: Request) -> None: ...
     def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = ...) -> None: ...
     def step(self) -> list[TokenDelta]: ...
@@ -77,13 +90,20 @@ class Channel:
         self._unsent = bytearray()
 
     def receive(self, *, wait: bool) -> list[Command] | None:
-        """Return the commands that have arrived, or None if the other side is gone. With `wait`, block until one arrives."""
+        """Return the commands that have arrived, or None if the other side is gone. With `wait`, block until bytes arrive.
+
+        What is left of a lot of bytes is for the next call.
+        """
         if wait:
             self._wait_readable()
         commands: list[Command] = []
+        num_left = _MAX_RECEIVED_BYTES
         try:
             while data := self._socket.recv(1 << 20):
                 commands += self._frames.push(data)
+                num_left -= len(data)
+                if num_left <= 0:
+                    return commands
         except BlockingIOError:
             return commands
         except OSError:
@@ -123,11 +143,14 @@ class Channel:
 class EngineLoop:
     """Steps the engine while it has work, passing commands in and deltas out."""
 
-    def __init__(self, engine: SteppedEngine, channel: Channel) -> None:
+    def __init__(self, engine: SteppedEngine, channel: Channel, followers: Sequence[Follower] = ()) -> None:
+        """Prepare to run. The `followers` are told how the prefix cache changes."""
         self._engine, self._channel = engine, channel
+        self._followers = followers
         self._num_failures = 0
         self._has_failed = False  # the last step failed, and the ends of its requests are not known yet
         self._num_prompt_tokens = self._num_generated_tokens = 0
+        self._items: list[MediaItem] = []  # of the next request
         self._next_stats = 0.0
 
     def run(self) -> int:
@@ -143,13 +166,17 @@ class EngineLoop:
                 self._obey(command)
             if (self._engine.has_work or self._has_failed) and not self._step():
                 return exit_code(WorkerDied(""))
+            self._tell_followers()
             if not self._engine.has_work or time.monotonic() >= self._next_stats:
                 self._send_stats()
             self._channel.flush()
 
     def _obey(self, command: Command) -> None:
-        if isinstance(command, Submit):
-            self._submit(command.request)
+        if isinstance(command, Item):
+            self._items.append(command.item)
+        elif isinstance(command, Submit):
+            items, self._items = tuple(self._items), []
+            self._submit(replace(command.request, items=items))
         elif isinstance(command, Cancel):
             self._engine.cancel(command.request_id, command.sample, command.reason)
 
@@ -179,10 +206,21 @@ class EngineLoop:
         self._num_generated_tokens += num_tokens
         if num_tokens:
             self._num_failures = 0
+        self._tell_followers()
         if deltas:
             for part in in_parts(deltas):
                 self._channel.send(part)
         return True
+
+    def _tell_followers(self) -> None:
+        """Tell how the prefix cache has changed, before the client can send a request that makes use of it."""
+        if not self._followers:
+            return
+        prefixes = self._engine.prefix_cache
+        assert prefixes is not None
+        if changes := prefixes.drain_changes():
+            for follow in self._followers:
+                follow(changes)
 
     def _send_stats(self) -> None:
         self._next_stats = time.monotonic() + STATS_PERIOD_S
@@ -276,6 +314,7 @@ def serve(sock: socket.socket) -> int:
     queue_stderr()
     try:
         engine, ready = start_engine(start) if start.script is None else load(_START_FAKE)(start)
+        followers = _make_followers(start, engine, ready, channel)
     except Exception as error:
         if not isinstance(error, CuletError):
             logger.exception("the engine failed to start")
@@ -286,7 +325,23 @@ def serve(sock: socket.socket) -> int:
     gc.collect()
     gc.freeze()  # garbage collections skip everything loaded so far
     channel.send(ready)
-    return EngineLoop(engine, channel).run()
+    return EngineLoop(engine, channel, followers).run()
+
+
+def _make_followers(start: Start, engine: SteppedEngine, ready: Ready, channel: Channel) -> Sequence[Follower]:
+    """Return what follows the prefix cache, as the Start message asks, and make the cache record its changes."""
+    prefixes = engine.prefix_cache
+    followers: list[Follower] = []
+    if prefixes is None:
+        return followers
+    if start.reports_prefixes:
+        followers.append(lambda changes: channel.send(PrefixChanges(changes)))
+    events = read_kv_events(start.kv_events)
+    if events is not None:
+        followers.append(KVEventPublisher(events, ready.block_tokens, start.rank).publish)
+    if followers:
+        prefixes.record_changes()
+    return followers
 
 
 def main() -> None:

@@ -8,11 +8,15 @@ the other is gone. Nothing is unpickled. Bytes that do not match these structs a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import msgspec
 from msgspec import Struct
 
+from culet.cache.changes import PrefixChange
 from culet.config import Config
+from culet.frames import frame, frame_head
+from culet.media.items import MediaItem
 from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, ModelDefaults, Request, TokenDelta
 
@@ -37,10 +41,19 @@ class Start(Struct, tag="start", frozen=True):
     log_level: str = "info"
     log_form: str = "text"
     script: Script | None = None
+    rank: int = 0  # which of several engines this is
+    reports_prefixes: bool = False  # send PrefixChanges
+    kv_events: str | None = None  # see `kv_events.py`
+
+
+class Item(Struct, tag="item", frozen=True):
+    """The content of an image, a video frame or a clip of audio of the next request. Each is a message of its own."""
+
+    item: MediaItem
 
 
 class Submit(Struct, tag="submit", frozen=True):
-    """Run a request."""
+    """Run a request, with the items that came before this message."""
 
     request: Request
 
@@ -57,7 +70,15 @@ class Stop(Struct, tag="stop", frozen=True):
     """End the process. Running requests are dropped."""
 
 
-Command = Start | Submit | Cancel | Stop
+Command = Start | Item | Submit | Cancel | Stop
+
+
+def submit_frames(request: Request) -> Iterator[bytes | bytearray]:
+    """Yield the bytes that submit a request. The content of its media is not copied, because that may take long."""
+    for item in request.items:
+        yield frame_head(Item(replace(item, data=b"")), len(item.data))
+        yield item.data
+    yield frame(Submit(replace(request, items=())))
 
 
 # From the engine process
@@ -90,6 +111,11 @@ class Ready(Struct, tag="ready", frozen=True):
     groups: tuple[GroupFacts, ...] = ()
     start_s: dict[str, float] = {}  # seconds that each part of the startup took
     plan_svg: str = ""  # a picture of the attention plan
+
+    @property
+    def block_tokens(self) -> int:
+        """The size of a block for routers, which know only one size: a page of the global layers."""
+        return next((group.page_tokens for group in self.groups if group.window is None), 0)
 
 
 class Failed(Struct, tag="failed", frozen=True):
@@ -155,7 +181,13 @@ class Stats(Struct, tag="stats", frozen=True):
     num_dropped_lines: int = 0  # of its log
 
 
-Report = Ready | Failed | Deltas | Refused | Stats
+class PrefixChanges(Struct, tag="prefixes", frozen=True):
+    """What the prefix cache has gained and lost, in order. Sent before the deltas of the same step."""
+
+    changes: list[PrefixChange]
+
+
+Report = Ready | Failed | Deltas | Refused | Stats | PrefixChanges
 
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)

@@ -18,7 +18,7 @@ from culet.bench.offline import measure, run_rows
 from culet.bench.settings import bench_config
 from culet.bench.workloads import parse_rows
 from culet.cache.spec import KVGroup
-from culet.errors import InternalError
+from culet.errors import ConfigError, InternalError
 from culet.testing.tiny import SHAPES, write_checkpoint
 
 ROWS = "tpot:1x40+20,tpot:5x60+20,ttft:1x50,throughput:8x50+30"
@@ -98,6 +98,19 @@ def test_rows_are_measured_from_the_deltas(dense: Path) -> None:
     assert 19 * many.value + many.details["ttft_ms_median"] <= 1e3 * many.details["seconds"] * 1.001
     assert throughput.value == pytest.approx(8 * 30 / throughput.details["seconds"])
     assert throughput.details["all_at_once"]
+
+
+def test_rows_with_images(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "E4B", towers=True)
+    rows = parse_rows("image:3x2@70+4")
+    config = bench_config({"model": str(folder), "device": "cpu"}, rows)
+    (measured,) = run_rows(config, rows, best_of=2)
+    details = measured.details
+    assert details["encoded_images"] == {"cold": 2 * 2, "cached": 0}
+    assert min(measured.value, details["ttft_cold_ms"], details["ttft_cached_ms"], details["requests_per_s"]) > 0
+    blind = bench_config({"model": str(folder), "device": "cpu", "language_model_only": True}, rows)
+    with pytest.raises(ConfigError, match="turned off"):
+        run_rows(blind, rows, best_of=1)
 
 
 def test_a_short_answer_is_an_error(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:

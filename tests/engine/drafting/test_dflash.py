@@ -156,7 +156,7 @@ def test_deferred_kv_that_is_never_written_fails(pair, monkeypatch):
         assert_like_oracle(pair, rig.rounds, at_least=10)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_batch_with_pauses(default_pair, monkeypatch, ahead):
     """Many sequences run with preemption, cancels, forked samples and full rings. Every block matches the oracle."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")

@@ -8,7 +8,7 @@ import torch
 from culet import LLM
 from culet.attention.triton import TritonBackend
 from culet.config import ScheduleConfig
-from culet.engine.rehearsal import Rehearsal
+from culet.engine.start.rehearsal import Rehearsal
 from culet.kernels.compiling import use_disk_cache
 from culet.runner import deferred_kv
 from culet.runner.captures import Captures

@@ -98,7 +98,7 @@ def test_nothing_changes(folder: str, plain: LLM, name: str) -> None:
 @pytest.mark.parametrize("name", CHOICES)
 def test_nothing_changes_in_fixed_shapes(folder: str, plain: LLM, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds, verifies and draws run as on a GPU, where the drafter cannot abstain."""
-    monkeypatch.setattr("culet.engine.build.Pool", lambda *given, has_spare: Pool(*given, has_spare=True))
+    monkeypatch.setattr("culet.engine.start.worker.Pool", lambda *given, has_spare: Pool(*given, has_spare=True))
     llm = make(folder, CHOICES[name] | ALWAYS)
     runner = llm.engine._worker
     assert isinstance(runner, Runner)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from culet.config import build_config
-from culet.engine.build import EngineParts, build_parts
 from culet.engine.engine import Engine
 from culet.engine.resolve import resolve
+from culet.engine.start.parts import EngineParts, build_parts
 from culet.errors import ConfigError
 from culet.kernels.compiling import CompileCount
 from culet.runner.worker import ProcessWorker
@@ -44,7 +44,7 @@ def process_worker(settings: dict[str, Any], parts: EngineParts) -> Iterator[Pro
     """A worker of the same size in another process."""
     num_slabs, max_model_len = parts.scheduler.stats().num_pages, parts.rules.max_model_len
     worker = ProcessWorker(
-        "culet.engine.build:build_worker", settings=settings, num_slabs=num_slabs, max_model_len=max_model_len
+        "culet.engine.start.worker:build_worker", settings=settings, num_slabs=num_slabs, max_model_len=max_model_len
     )
     yield worker
     worker.close()
@@ -133,12 +133,12 @@ def test_an_engine_runs_on_a_worker_in_another_process(
 
     def make_worker(num_slabs: int, max_model_len: int) -> ProcessWorker:
         sizes = {"num_slabs": num_slabs, "max_model_len": max_model_len}
-        return ProcessWorker("culet.engine.build:build_worker", settings=settings, **sizes)
+        return ProcessWorker("culet.engine.start.worker:build_worker", settings=settings, **sizes)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("the weights belong in the worker's process")
 
-    monkeypatch.setattr("culet.engine.build.load_model", refuse)
+    monkeypatch.setattr("culet.engine.start.worker.load_model", refuse)
     engine = Engine(build_config(settings), progress=False, make_worker=make_worker)
     assert isinstance(engine._worker, ProcessWorker)
     assert run(engine) == expected
@@ -148,7 +148,7 @@ def test_an_engine_runs_on_a_worker_in_another_process(
 
 def test_a_worker_elsewhere_needs_a_cache_size(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU without a given size, only the process that loads the model can measure how much fits."""
-    monkeypatch.setattr("culet.engine.build._planned_slabs", lambda setup: None)
+    monkeypatch.setattr("culet.engine.start.worker._planned_slabs", lambda setup: None)
     with pytest.raises(ConfigError, match="can only be measured") as caught:
         build_parts(build_config(settings), make_worker=lambda num_slabs, max_model_len: pytest.fail("not reached"))
     assert caught.value.hint == "set --kv-cache-memory-bytes"

@@ -10,6 +10,8 @@ import pytest
 from culet import LLM, SamplingParams
 from culet.config import BUILT_IN, ScheduleConfig
 from culet.engine.requests import RequestRules
+from culet.media.reader import MediaReader
+from culet.media.spec import MediaSpec
 from culet.models.checkpoint import open_checkpoint
 from culet.serve.process.wire import Script
 from culet.testing.fake_engine import FakeEngine
@@ -32,6 +34,7 @@ class ScriptedEngine(FakeEngine):
         checkpoint = open_checkpoint(str(folder))
         self.tokenizer = Tokenizer(folder)
         self.chat_template = ChatTemplate.of_checkpoint(folder, empty_thought=False)
+        self.media = MediaReader(MediaSpec())
         self.rules = RequestRules(checkpoint.spec.vocab_size, checkpoint.defaults, 4096, 4096, 8)
         script = Script(tuple(tuple(self.tokenizer.encode(answer)) for answer in answers), tokens_per_step=tokens_per_step)
         super().__init__(script, ScheduleConfig(max_num_seqs=8, max_queue_len=8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,8 +14,8 @@ from culet.attention.torch_cpu import TorchCPUBackend
 from culet.cache.spec import plan_cache
 from culet.config import ScheduleConfig, build_config
 from culet.engine.engine import Engine
-from culet.engine.rehearsal import Rehearsal
-from culet.frames import FrameReader, frame
+from culet.engine.start.rehearsal import Rehearsal
+from culet.frames import FrameReader
 from culet.media.items import MediaItem, MediaKind
 from culet.models.checkpoint import open_checkpoint
 from culet.models.weights import load_model
@@ -22,7 +23,7 @@ from culet.runner.media.step_media import ImageMask, SlotMedia, StepMedia, image
 from culet.runner.worker import ProcessWorker, RunStep, StepDone
 from culet.runner.worker import command_decoder as worker_commands
 from culet.runner.worker import report_decoder as worker_reports
-from culet.serve.process.wire import Submit, command_decoder
+from culet.serve.process.wire import Item, Submit, command_decoder, submit_frames
 from culet.types import Entry, MediaSpan, Row, StepPlan, StepResult
 from tests.engine.media.media_rig import VOCAB, Prompt, ask, folder_of, image, make, run, text
 from tests.engine.media.tower_runner import ask as ask_scheduler
@@ -32,15 +33,18 @@ from tests.samplings import PLAIN
 
 
 def test_media_cross_to_the_engine_process() -> None:
-    """An image of the largest budget and a video of 32 frames, in one frame of bytes that arrives in pieces."""
+    """An image of the largest budget and a video of 32 frames, which are not copied, and whose bytes arrive in pieces."""
     data = hashlib.shake_128(b"pixels").digest(1584 * 1584 * 3)
     large = MediaItem(MediaKind.IMAGE, b"k" * 32, 1089, (1584, 1584, 3), data)
     frames = [MediaItem(MediaKind.VIDEO, bytes([n]) * 32, 66, (288, 528, 3), data[: 288 * 528 * 3]) for n in range(32)]
     request = ask_scheduler("a", [[5, 6], large, [7], *frames, [8]])
-    message = bytes(frame(Submit(request)))
+    parts = list(submit_frames(request))
+    assert all(any(part is item.data for part in parts) for item in request.items)
+    assert sum(len(part) for part in parts if not any(part is item.data for item in request.items)) < 10_000
+    message = b"".join(parts)
     reader = FrameReader(command_decoder)
     received = [found for begin in range(0, len(message), 1 << 20) for found in reader.push(message[begin : begin + (1 << 20)])]
-    assert received == [Submit(request)]
+    assert received == [*map(Item, request.items), Submit(replace(request, items=()))]
     assert request.num_item_bytes == len(data) + 32 * 288 * 528 * 3
 
 
@@ -70,7 +74,7 @@ def test_towers_in_another_process() -> None:
 
     def make_worker(num_slabs: int, max_model_len: int) -> ProcessWorker:
         arguments = {"settings": settings, "num_slabs": num_slabs, "max_model_len": max_model_len}
-        return ProcessWorker("culet.engine.build:build_worker", **arguments)
+        return ProcessWorker("culet.engine.start.worker:build_worker", **arguments)
 
     engine = Engine(build_config(settings), progress=False, make_worker=make_worker)
     found = run(engine, *(ask(engine, str(i), p, 6, logprobs=VOCAB) for i, p in enumerate(prompts)))

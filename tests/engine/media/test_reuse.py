@@ -16,6 +16,7 @@ from culet.errors import BadRequest, ContextTooLong
 from culet.types import StructuredOutputs
 from tests.engine.llm.oracle import folder_of as folder_with_tokenizer
 from tests.engine.media.media_rig import (
+    IMAGE,
     SHAPES,
     VOCAB,
     Prompt,
@@ -135,6 +136,26 @@ def test_after_preemption(shape: str) -> None:
         check_answer(shape, prompt, one)
     assert engine.stats().counters.preemptions == 3
     assert encoded(engine) > 3
+
+
+def test_a_placeholder_that_the_model_draws_is_no_image() -> None:
+    """It is embedded as itself, also after a preemption, and nothing is encoded for it."""
+    engine = make("E4B", max_num_seqs=2, enable_prefix_caching=False)
+    prompt = Prompt.of("E4B", text(9), CAT, text(3))
+    force: dict[str, Any] = {"logprobs": VOCAB, "logit_bias": {IMAGE: 100.0}}
+    (undisturbed,) = run(engine, ask(engine, "a", prompt, 8, **force))
+    assert undisturbed.tokens[0] == [IMAGE] * 8
+    told = Told({}, {}, [], {})
+    engine.add(ask(engine, "b", prompt, 8, **force))
+    while engine.has_work:
+        for delta in engine.step():
+            note(told, delta)
+        if engine.stats().counters.preemptions == 0 and len(told.tokens.get(0, ())) >= 4:
+            for seq in list(engine._scheduler._running):
+                engine._scheduler._preempt(seq)
+    assert engine.stats().counters.preemptions == 1
+    torch.testing.assert_close(table(told.logprobs[0]), table(undisturbed.logprobs[0]), rtol=0, atol=1e-4)
+    assert encoded(engine) == 1
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_the_same_results(folder: str, num_drafts: int) -> None:
         worker.close()
     worker.close()  # a second time does nothing
     with pytest.raises(ProcessLookupError):
-        os.kill(worker.pid, 0)
+        os.kill(worker.pids[0], 0)
 
 
 def entering(step_id: int, slot: int = 0, length: int = 9, grammar: GrammarSpec | None = None) -> StepPlan:
@@ -168,13 +168,13 @@ def test_a_process_that_dies(folder: str, when: str) -> None:
     worker = ProcessWorker(BUILDER, folder=folder, num_drafts=0)
     worker.launch(entering(0)).result()
     if when == "before a step":
-        os.kill(worker.pid, signal.SIGKILL)
+        os.kill(worker.pids[0], signal.SIGKILL)
         with pytest.raises(WorkerDied, match="exit code -9"):
             worker.launch(going_on(1, 0, 9)).result()
     else:
-        os.kill(worker.pid, signal.SIGSTOP)  # so that it cannot have answered
+        os.kill(worker.pids[0], signal.SIGSTOP)  # so that it cannot have answered
         step = worker.launch(going_on(1, 0, 9))
-        os.kill(worker.pid, signal.SIGKILL)
+        os.kill(worker.pids[0], signal.SIGKILL)
         with pytest.raises(WorkerDied, match="exit code -9"):
             step.result()
     with pytest.raises(WorkerDied):
@@ -193,7 +193,7 @@ def test_a_builder_that_refuses() -> None:
 
 
 def test_nothing_is_imported_from_the_current_folder(worker: ProcessWorker) -> None:
-    assert (Path(f"/proc/{worker.pid}/cwd").readlink() / "torch.py").is_file()
+    assert (Path(f"/proc/{worker.pids[0]}/cwd").readlink() / "torch.py").is_file()
     assert worker.launch(entering(0)).result().step_id == 0
 
 

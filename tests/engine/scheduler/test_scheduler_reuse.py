@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from culet.cache.prefix import MIN_SHARED, POINT_SLACK
+from culet.cache.point_tree import MIN_SHARED
+from culet.cache.prefix import POINT_SLACK
 from culet.scheduler.sequence import MIN_GAIN
 from culet.types import FinishReason, Request
 from tests.engine.scheduler.drive import Drive, endless, first_seed, make, make_layout, make_request, prompt, row_of

@@ -231,7 +231,7 @@ def run_worlds(num_steps: int, seed: int) -> Counter[str]:
     return total
 
 
-@pytest.mark.parametrize("num_steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [50, pytest.param(1000, marks=pytest.mark.slow)])
 def test_walk(num_steps: int) -> None:
     """Walk this many steps in each of 21 worlds. Everything that can happen does."""
     total = run_worlds(num_steps, seed=1)

@@ -32,7 +32,7 @@ def events(server: Running, path: str, **body: Any) -> Iterator[dict[str, Any]]:
 def test_calls_of_auto_fit_their_schema(tiny: Running, mark: Callable[[str], str]) -> None:
     """The model opens a call because of the bias. The call is valid because of the grammar, unless a switch turns it off."""
     fields: Any = {"messages": HELLO, "tools": TOOLS, "max_tokens": 300, "parallel_tool_calls": False}
-    fields["logit_bias"] = {mark("<|tool_call>"): 18.0}
+    fields["logit_bias"] = {mark("<|tool_call>"): 100.0}
     names = []
     for seed in range(3):
         (choice,) = tiny.chat(**fields, seed=seed).json()["choices"]
@@ -62,7 +62,7 @@ def test_tools_without_a_grammar_still_work(fake: Running) -> None:
 @pytest.mark.parametrize("repeats", [False, True])
 def test_parts_of_calls_in_chat(tiny: Running, mark: Callable[[str], str], repeats: bool) -> None:
     fields: Any = {"messages": HELLO, "tools": TOOLS[:1], "max_tokens": 300, "parallel_tool_calls": False, "seed": 4}
-    fields |= {"logit_bias": {mark("<|tool_call>"): 18.0}, "temperature": 1.0}
+    fields |= {"logit_bias": {mark("<|tool_call>"): 100.0}, "temperature": 1.0}
     whole = tiny.chat(**fields).json()["choices"][0]["message"]["tool_calls"][0]["function"]
     chunks = list(events(tiny, "/v1/chat/completions", **fields, stream_options={"repeat_tool_call_ids": repeats}))
     calls = [call for chunk in chunks for choice in chunk["choices"] for call in choice["delta"].get("tool_calls", ())]
@@ -201,7 +201,7 @@ def test_an_empty_answer_after_a_thought_says_so(scripted: Callable[..., Running
 
 
 def test_min_tokens_in_every_api(tiny: Running, mark: Callable[[str], str]) -> None:
-    bias = {mark("<turn|>"): 18.0}
+    bias = {mark("<turn|>"): 100.0}
     fields: Any = {"min_tokens": 12, "max_tokens": 40}
     usage = tiny.chat(messages=HELLO, **fields, logit_bias=bias).json()["usage"]
     assert usage["completion_tokens"] == 13

@@ -139,6 +139,7 @@ def test_restarts_have_a_limit(scripted: Callable[..., Running]) -> None:
         ] * 3
 
 
+@pytest.mark.slow
 def test_the_window_moves_on(scripted: Callable[..., Running]) -> None:
     """Restarts that are long ago do not count."""
     with scripted(settings={"max_engine_restarts": 1, "engine_restart_window": 0.5}) as server:
@@ -150,6 +151,7 @@ def test_the_window_moves_on(scripted: Callable[..., Running]) -> None:
         server.check_well()
 
 
+@pytest.mark.slow
 def test_a_request_that_kills_every_engine_is_given_up(scripted: Callable[..., Running]) -> None:
     """Each engine hangs on it. After three it gets an error, and the server has not used up its restarts on it."""
     settings = {"limits": "step_s=1", "max_engine_restarts": 5}
@@ -177,6 +179,7 @@ def test_the_engine_survives_a_pause_of_the_web_process(watched: Running) -> Non
     server.check_well()
 
 
+@pytest.mark.slow
 def test_the_engine_survives_a_pause_of_both(watched: Running) -> None:
     """A suspended VM stops all processes. The engine may need a moment longer to come back than the web process."""
     server, engine = watched, watched.engine_id()

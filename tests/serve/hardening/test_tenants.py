@@ -201,6 +201,7 @@ def test_several_plain_keys_are_kept_apart(scripted: Callable[..., Running]) -> 
         assert 'key="key-2"' in server.http.get("/metrics").text
 
 
+@pytest.mark.slow
 def test_a_flood_of_one_key_leaves_room_in_the_queue(folder: Path, key_file: Path) -> None:
     """Even a key that fills the queue does not make the server refuse another key."""
     config = {"device": "cpu", "max_model_len": 4096, "max_num_seqs": 2, "max_queue_len": 16}

@@ -21,7 +21,8 @@ def browser() -> Iterator[Browser]:
     installed = next((path for path in map(shutil.which, names) if path), None)
     with sync_playwright() as playwright:
         # Chromium's own sandbox may not start inside a container. The pages are ours, so it is not needed.
-        browser = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"])
+        microphone = ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")
+        browser = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox", *microphone])
         expect.set_options(timeout=60_000)  # 5 s is too short on a busy machine
         yield browser
         browser.close()

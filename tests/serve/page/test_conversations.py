@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.serve.conftest import ANSWER
-from tests.serve.page.acts import ask, give_file, last_answer, open_actions, send, titles, wait_for_answer
+from tests.serve.page.acts import ask, drop, give_file, last_answer, open_actions, picture, send, titles, wait_for_answer
 from tests.serve.page.conftest import OpenPage
 from tests.serve.running import Running
 
@@ -236,6 +236,17 @@ def test_an_example_fills_the_message_field(fake: Running, open_page: OpenPage) 
     expect(page.get_by_label("Message", exact=True)).to_have_value(prompt)
     page.reload()  # a text that was not sent survives
     expect(page.get_by_label("Message", exact=True)).to_have_value(prompt)
+
+
+def test_a_model_that_reads_only_text_offers_nothing_else(fake: Running, open_page: OpenPage) -> None:
+    page = open_page(fake)
+    expect(page.locator("#model")).to_have_text("gemma")
+    for name in ("attach", "record", "attach-files", "budget-field"):
+        expect(page.locator(f"#{name}")).to_be_hidden()
+    page.keyboard.press("Alt+a")
+    assert drop(page, "a.png", picture(8, 8))  # the browser must not open the file in place of the page
+    expect(page.locator("#notice")).to_have_text("a.png: this model reads only text.")
+    expect(page.locator("#tray li")).to_have_count(0)
 
 
 # The engine's view

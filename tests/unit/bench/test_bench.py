@@ -17,10 +17,11 @@ from culet.bench.floor import Floor
 from culet.bench.kernels import CaseTensors, make_kernel_case, parse_case, time_case, work
 from culet.bench.offline import Measured
 from culet.bench.peer import FA4, KERNEL_CASES, SERVING, UNIFIED_TRITON, kernel_anchor
-from culet.bench.settings import all_settings, bench_config, given_settings
+from culet.bench.settings import all_settings, bench_config
 from culet.bench.workloads import DEFAULT_ROWS, STANDARD, Workload, make_prompts, parse_rows
 from culet.cache.spec import plan_cache
 from culet.cli.main import run
+from culet.engine.resolve import given_settings
 from culet.errors import BadRequest, ConfigError, UnsupportedError
 from culet.hardware import PEAKS, find_peaks
 from culet.layers.weight.weights import Weights
@@ -29,6 +30,7 @@ from culet.models.random_checkpoint import RandomDraw, random_name, reduce_depth
 from culet.models.random_weights import draw_model
 from culet.models.sizes import text_weights
 from culet.models.spec import ModelSpec, read_spec
+from culet.models.towers.spec import read_towers
 from culet.models.variants import VARIANTS
 from culet.testing.tiny import SHAPES as TINY
 from culet.testing.tiny import write_checkpoint
@@ -145,8 +147,30 @@ def test_standard_rows() -> None:
     assert all(set(anchors) == set(rows) for anchors in SERVING.values())
 
 
+def test_rows_with_images() -> None:
+    (row,) = parse_rows("image:8x2@280+64")
+    assert (row.label, row.image_tokens, row.unit) == ("image:8x2@280+64", 266, "ms")
+    assert row.prompt_len == 2 * (266 + 2) + 32
+    vision = read_towers(VARIANTS["31B"]).vision
+    setting = report.Setting("random:31B", spec_of("31B"), "H200", H200, "bfloat16", True, {}, {}, vision)
+    assert setting.floor(row) == pytest.approx(1e3 * 3.33e12 / H200.flops_per_s, rel=0.01)
+
+
 @pytest.mark.parametrize(
-    "text", ["", ",", "tpots", "tpot:8", "tpot:8x100", "ttft:1x5+3", "tpot:1x10+1", "tpot:0x9+9", "ttft:1x0"]
+    "text",
+    [
+        "",
+        ",",
+        "tpots",
+        "tpot:8",
+        "tpot:8x100",
+        "ttft:1x5+3",
+        "tpot:1x10+1",
+        "tpot:0x9+9",
+        "ttft:1x0",
+        "image:1x1@99+4",
+        "image:1x0@70+4",
+    ],
 )
 def test_bad_rows(text: str) -> None:
     with pytest.raises(ConfigError, match="rows: got") as caught:

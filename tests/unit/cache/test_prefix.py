@@ -198,7 +198,7 @@ def test_points_are_bounded() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_look_up_finds_what_a_scan_of_all_points_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Points come and go at random. Their contents, salts, media and stored tokens are all compared one by one."""
-    monkeypatch.setattr("culet.cache.prefix.MIN_SHARED", 3)
+    monkeypatch.setattr("culet.cache.point_tree.MIN_SHARED", 3)
     chance = random.Random(seed)
     cache = Cache(4000)
     model: dict[int, Described] = {}

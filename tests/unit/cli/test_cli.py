@@ -94,7 +94,7 @@ def test_every_config_field_is_a_flag_with_its_doc() -> None:
         (["generate", "hello", "--top-p", "0", "-m", "x"], "top_p: got 0.0"),
         (["generate", "hello", "--max-num-seqs", "0", "-m", "x"], "max-num-seqs: got 0"),
         (["generate", "hello", "--gpu-memory-utilization", "nan", "-m", "x"], "gpu-memory-utilization: got nan"),
-        (["generate", "hello", "--tensor-parallel-size", "2", "-m", "x"], "tensor-parallel-size: got 2"),
+        (["generate", "hello", "--tensor-parallel-size", "0", "-m", "x"], "tensor-parallel-size: got 0"),
         (["chat", "--n", "2", "-m", "x"], "n: got 2"),
     ],
 )

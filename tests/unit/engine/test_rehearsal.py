@@ -13,7 +13,7 @@ import torch
 
 from culet.cache.spec import plan_cache
 from culet.config import ScheduleConfig
-from culet.engine.rehearsal import Rehearsal
+from culet.engine.start.rehearsal import Rehearsal
 from culet.kernels.triton.launch import Launch, next_power_of_2
 from culet.kernels.triton.linear.few_tokens import MIN_COLUMNS
 from culet.kernels.triton.linear.tiles import SOFTCAP, choose_tile
@@ -73,8 +73,8 @@ def test_kernels_that_another_process_compiled_are_not_compiled_again(
     gpu = SimpleNamespace(name="a GPU", major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr("culet.engine.rehearsal.mark_of", lambda *facts: tmp_path / "mark")
-    monkeypatch.setattr("culet.engine.rehearsal.compile_ahead", compile_ahead)
+    monkeypatch.setattr("culet.engine.start.rehearsal.mark_of", lambda *facts: tmp_path / "mark")
+    monkeypatch.setattr("culet.engine.start.rehearsal.compile_ahead", compile_ahead)
     rehearsal = make_rehearsal(130)
     rehearsal.has_graphs = False
     model = SimpleNamespace(device="cuda", spec=None, dtype=None, latent=True, kernel_keys=list, one_of_each_kind=nullcontext)

@@ -40,6 +40,7 @@ def a_kernel(size: int, device: str = "meta") -> Launch:
     return residual.describe_rms_norm(x_TD, torch.empty(size, device=device), 1e-6, torch.empty_like(x_TD), True)
 
 
+@pytest.mark.slow
 def test_kernels_are_compiled_once(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     count = compiling.use_disk_cache()
     compile_for(a_kernel(48), 90)

@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,20 +20,19 @@ from torch import Tensor, nn
 import culet
 from culet.errors import ConfigError, InternalError
 from culet.kernels import dispatch
-from culet.kernels.types import HeadShape
-from culet.layers.attention import heads_of
+from culet.kernels.types import Candidates, HeadShape
+from culet.layers.attention import HeadShare
 from culet.layers.experts import Experts
 from culet.layers.mlp import MLP
-from culet.layers.weight.base import Matrix, MatrixLayout, Projection, Split
+from culet.layers.weight.base import Matrix, MatrixLayout, Projection, Split, Table
 from culet.layers.weight.e4m3 import E4M3Table
 from culet.layers.weight.placement import Piece, Placement, whole
 from culet.layers.weight.weights import Weights, narrowed
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
-from culet.models.spec import LayerSpec
 from culet.models.weights import _match_names, load_weights
 from culet.parallel.rank import Rank
-from culet.parallel.reduce import join_parts
+from culet.parallel.reduce.parts import join_parts
 from tests.models import tiny_checkpoints as tiny
 
 CPU = torch.device("cpu")
@@ -41,7 +40,7 @@ SIZES = (2, 4)
 
 
 class Meeting:
-    """An all-reduce between ranks that are threads of this process."""
+    """Reductions between ranks that are threads of this process."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=120.0)
@@ -49,20 +48,36 @@ class Meeting:
 
     def weights(self, index: int) -> Weights:
         """Return the weights of a rank."""
+        return Weights(torch.float32, CPU, rank=Rank(index, len(self._parts)), all_reduce=Reduction(self, index))
 
-        def all_reduce(part: Tensor) -> Tensor:
-            self._parts[index] = part
-            self._barrier.wait()
-            total = torch.stack([part for part in self._parts if part is not None]).sum(0)
-            self._barrier.wait()
-            return total
-
-        return Weights(torch.float32, CPU, rank=Rank(index, len(self._parts)), all_reduce=all_reduce)
+    def gather(self, index: int, part: Tensor) -> Tensor:
+        """Return the parts of all ranks, stacked."""
+        self._parts[index] = part
+        self._barrier.wait()
+        parts = torch.stack([part for part in self._parts if part is not None])
+        self._barrier.wait()
+        return parts
 
     def run(self, compute: Callable[[int], Any]) -> list[Any]:
         """Run `compute(index)` on every rank and return the results."""
         with ThreadPoolExecutor(len(self._parts)) as threads:
             return list(threads.map(compute, range(len(self._parts))))
+
+
+class Reduction:
+    """The all-reduce of one rank."""
+
+    def __init__(self, meeting: Meeting, index: int) -> None:
+        self._meeting, self._index = meeting, index
+
+    def __call__(self, part: Tensor) -> Tensor:
+        return self.gather(part).sum(0)
+
+    def gather(self, part: Tensor) -> Tensor:
+        return self._meeting.gather(self._index, part)
+
+    def peers_for(self, num_tokens: int, num_columns: int) -> None:
+        return None
 
 
 def on_rank(index: int, size: int) -> Weights:
@@ -220,20 +235,42 @@ def test_one_rank_adds_no_work() -> None:
         assert arguments[1] is table.tensor
 
 
-def test_what_a_shard_cannot_do_yet() -> None:
+def test_what_a_shard_cannot_do() -> None:
+    """These ops belong to the heads of E2B's and E4B's assistants. Those models use replicas."""
     shard, x, index = split_table(on_rank(1, 2)), torch.randn(2, 8), torch.zeros(1, 1, dtype=torch.int64)
     for op, call in {
-        "head_candidates": lambda: shard.head_candidates(x, None),
         "cluster_candidates": lambda: shard.cluster_candidates(x, index, index),
-        "begin_blocks": lambda: shard.begin_blocks(index, index, (index, index), None, x),
         "reorder_rows": lambda: shard.reorder_rows(torch.arange(24)),
-        "narrowing": lambda: narrowed(shard, "fp8"),
     }.items():
         with pytest.raises(InternalError, match=f"{op} of t needs every row, and this rank holds rows 12 to 23 of 24"):
             call()
 
 
-@pytest.mark.parametrize("shape", tiny.SHAPES)
+@pytest.mark.parametrize("precision", ["plain", "fp8"])
+def test_candidates_of_shards(precision: str) -> None:
+    """The best token of each row is found among the best tokens of all ranks, also if its score has an equal."""
+    meeting, x = Meeting(4), torch.randn(2, 3, 8)
+    whole = split_table(Weights(torch.float32, CPU))
+    whole.tensor.copy_(torch.randn(24, 8))
+    whole.tensor[20] = whole.tensor[3]
+
+    def pick(table: Table) -> Tensor:
+        table = table if precision == "plain" else narrowed(table, precision)
+        best = torch.empty(6, dtype=torch.int64)
+        found = table.head_candidates(x, 5.0 if precision == "plain" else None)
+        whole.ops.pick_best(Candidates(found.scores_RC.flatten(0, -2), None if found.ids_RC is None else found.ids_RC), best)
+        return best
+
+    def pick_on(index: int) -> Tensor:
+        shard = split_table(meeting.weights(index))
+        shard.tensor.copy_(whole.tensor[shard.rows])
+        return pick(shard)
+
+    for best in meeting.run(pick_on):
+        assert torch.equal(best, pick(whole))
+
+
+@pytest.mark.parametrize("shape", ["12B", "26B-A4B", "31B"])
 def test_a_model_over_two_ranks(shape: str) -> None:
     """Two ranks, each with its own heads, pages and rows of the vocabulary, give the logits of one. They run in threads."""
     from tests.models.harness import Harness
@@ -245,9 +282,6 @@ def test_a_model_over_two_ranks(shape: str) -> None:
         build, match = lambda weights: Gemma4(spec, weights), lambda names: _match_names(names, spec)
         return load_weights(folder, build, match, weights, progress=False)
 
-    def half(layer: LayerSpec) -> LayerSpec:
-        return replace(layer, num_heads=layer.num_heads // 2, num_kv_heads=max(1, layer.num_kv_heads // 2))
-
     token_ids, meeting = tiny.prompt(40), Meeting(2)
     alone = Harness(load(Weights(torch.float32, CPU)), num_slots=1).all_logits(token_ids, (25, 14, 1))
     ranks = []
@@ -256,17 +290,20 @@ def test_a_model_over_two_ranks(shape: str) -> None:
         layer = model._layers[0].attention
         assert layer.heads.num_heads == spec.layers[0].num_heads // 2
         assert layer.norm_weight.shape[0] == layer.heads.num_heads + layer.heads.num_kv_heads
-        model.spec = replace(spec, layers=tuple(map(half, spec.layers)))  # pages and backends have the rank's heads
         ranks.append(Harness(model, num_slots=1))
     for logits in meeting.run(lambda index: ranks[index].all_logits(token_ids, (25, 14, 1))):
-        torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits, alone, rtol=3e-4, atol=3e-4)
 
 
-def test_heads_that_ranks_cannot_share() -> None:
-    heads = HeadShape(4, 1, 16, 16, k_eq_v=False, latent=False, eps=1e-6)
-    assert [heads_of(heads, Rank(index, 4)).num_kv_heads for index in range(4)] == [1] * 4
-    with pytest.raises(ConfigError, match="among 8 ranks"):
-        heads_of(heads, Rank(0, 8))
+def test_ranks_that_share_the_tokens_of_a_head() -> None:
+    """If there are more ranks than KV heads, neighbours have the same heads. Otherwise each rank has its own."""
+    heads = HeadShape(8, 2, 16, 16, k_eq_v=False, latent=False, eps=1e-6)
+    shares = [HeadShare(Rank(index, 8), 2) for index in range(8)]
+    parts = [(share.of(heads).num_heads, share.of(heads).num_kv_heads, share.token_shares) for share in shares]
+    assert parts == [(4, 1, 4)] * 8
+    assert [share.partners for share in shares] == [slice(0, 4)] * 4 + [slice(4, 8)] * 4
+    own = HeadShare(Rank(1, 2), 2)
+    assert (own.of(heads).num_heads, own.token_shares, own.partners) == (4, 1, slice(1, 2))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -348,26 +385,40 @@ def test_parts_of_several_ranks_meet_before_the_norm() -> None:
     torch.testing.assert_close(joined, parts.sum(0) + 10)
 
 
-@pytest.mark.parametrize("shape", ["E2B", "26B-A4B"])
+class CountedReduction:
+    """An all-reduce of one rank that notes the shapes and adds nothing."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, part: Tensor) -> Tensor:
+        self.shapes.append(tuple(part.shape))
+        return part
+
+    def peers_for(self, num_tokens: int, num_columns: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize("shape", ["12B", "26B-A4B"])
 def test_what_is_reduced_in_a_layer(shape: str) -> None:
-    """Attention's output, the MLP and the experts are each reduced once. Nothing else in a layer is."""
-    reduced: list[tuple[int, ...]] = []
-
-    def all_reduce(x: Tensor) -> Tensor:
-        reduced.append(tuple(x.shape))
-        return x
-
+    """Attention's output, the MLP and the experts are each reduced once, by the norm that reads them. Nothing else is."""
+    reduction = CountedReduction()
     spec = open_checkpoint(str(tiny.checkpoint_folder(shape))).spec
-    layer = Gemma4(spec, Weights(torch.float32, CPU, rank=Rank(0, 2), all_reduce=all_reduce))._layers[0]
+    layer = Gemma4(spec, Weights(torch.float32, CPU, rank=Rank(0, 2), all_reduce=reduction))._layers[0]
     for parameter in layer.parameters():
         parameter.fill_(0.01)
-    x, width = torch.randn(3, spec.hidden_size), layer.attention.out.tensor.shape[1]
-    layer.attention.out.linear_parts(torch.randn(3, width))
-    layer.mlp(x)
+    x, w, width = torch.randn(3, spec.hidden_size), layer.input_norm, layer.attention.out.tensor.shape[1]
+    attended, dense = layer.attention.out.linear_parts(torch.randn(3, width)), layer.mlp(x)
     layer.attention.qkv.linear_parts(x)
-    if layer.experts is not None:
-        layer.experts(x, x)
-    assert reduced == [(3, spec.hidden_size)] * (2 if layer.experts is None else 3)
+    routed = None if layer.experts is None else layer.experts(x, x)
+    assert not reduction.shapes, "the sums are left to the norms"
+    if routed is None:
+        layer.norms.residual_norm(x, attended, w, None, w, 1e-6)
+        layer.norms.residual_norm(x, dense, w, layer.scalar, None, 1e-6)
+    else:
+        layer.norms.residual_norm_two(x, attended, w, w, w, 1e-6)
+        layer.norms.residual_norm_joint(x, dense, routed, (w, w, w), layer.scalar, w, 1e-6)
+    assert reduction.shapes == [(3, spec.hidden_size)] * (2 if routed is None else 3)
 
 
 def test_several_ranks_need_an_all_reduce() -> None:
@@ -471,5 +522,5 @@ def test_only_formats_know_the_bytes() -> None:
     assert [path for path in files if bytes_of.search(path.read_text())] == []
     assert [path for path in files if ".parameters()" in path.read_text()] == [root / "layers/layer.py"]
     models = [path for path in files if path.relative_to(root).parts[0] in ("layers", "models", "drafters", "parallel")]
-    pixels = root / "models/towers/packing.py"  # its uint8 are pixels, not weights
-    assert [path for path in models if path != pixels and dtype_of.search(path.read_text())] == []
+    raw = {root / "models/towers/packing.py", root / "models/read_ahead.py"}  # their uint8 are pixels, and bytes of files
+    assert [path for path in models if path not in raw and dtype_of.search(path.read_text())] == []

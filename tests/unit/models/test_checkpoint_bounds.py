@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from culet.config import build_config
-from culet.engine.build import build_parts
+from culet.engine.start.parts import build_parts
 from culet.errors import CheckpointError
 from culet.models.checkpoint import open_checkpoint
 from culet.models.variants import VARIANTS

@@ -5,11 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from culet.config import ScheduleConfig
 from culet.frames import FrameReader, frame
+from culet.media.items import MediaItem, MediaKind
+from culet.serve.process import engine as process_engine
 from culet.serve.process.engine import Channel, EngineLoop
 from culet.serve.process.wire import (
     Command,
@@ -22,9 +25,10 @@ from culet.serve.process.wire import (
     Stop,
     Submit,
     report_decoder,
+    submit_frames,
 )
 from culet.testing.fake_engine import FakeEngine
-from culet.types import FinishReason, TokenDelta
+from culet.types import FinishReason, Request, TokenDelta
 from tests.unit.serve.test_wire import make_request
 
 
@@ -64,7 +68,10 @@ class OtherEnd:
         self.thread.start()
 
     def send(self, *commands: Command) -> None:
-        self._socket.sendall(b"".join(bytes(frame(command)) for command in commands))
+        self.send_bytes(b"".join(bytes(frame(command)) for command in commands))
+
+    def send_bytes(self, data: bytes) -> None:
+        self._socket.sendall(data)
 
     def next(self) -> Report:
         """Return the next report other than Stats."""
@@ -157,3 +164,39 @@ def test_the_loop_ends_with_the_other_side() -> None:
     end.close()
     assert not end.thread.is_alive()
     assert end.code == 0
+
+
+def test_items_belong_to_the_next_request_and_arrive_in_turns(opened: list[OtherEnd], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Media that take longer to arrive than a step hold up no request that runs."""
+    monkeypatch.setattr(process_engine, "_MAX_RECEIVED_BYTES", 1 << 16)
+    added: list[Request] = []
+    steps_before: list[int] = []
+
+    class Noting(FakeEngine):
+        num_steps = 0
+
+        def add(self, request: Request) -> None:
+            added.append(request)
+            steps_before.append(self.num_steps)
+            super().add(request)
+
+        def step(self) -> list[TokenDelta]:
+            self.num_steps += 1
+            return super().step()
+
+    end = OtherEnd(Noting(Script(((10,),)), ScheduleConfig()))
+    opened.append(end)
+    end.send(Submit(make_request("running", max_tokens=10**9)))
+    end.next()
+    items = tuple(MediaItem(MediaKind.IMAGE, bytes([n]) * 32, 9, (144, 144, 3), bytes(1 << 20)) for n in range(3))
+    request = replace(make_request("seeing"), items=items)
+    end.send_bytes(b"".join(submit_frames(request)))
+    end.send(Submit(make_request("plain", max_tokens=1)))
+    names = set()
+    while "plain" not in names:
+        report = end.next()
+        assert isinstance(report, Deltas)
+        names |= {delta.request_id for delta in report.deltas}
+    assert [(entry.request_id, len(entry.items)) for entry in added] == [("running", 0), ("seeing", 3), ("plain", 0)]
+    assert added[1].items == items
+    assert steps_before[1] - steps_before[0] > 10  # 3 MB in turns of 64 kB

@@ -22,7 +22,15 @@ from torch import Tensor
 
 from culet.kernels.triton.attention.e4m3 import widen, widens_by_hand
 from culet.kernels.triton.attention.key_tiles import UNSEEN, add_values, key_rows, row_offset, weigh
-from culet.kernels.triton.attention.splits import Scratch, describe_splits, find_split, join_launch, join_rows, scratch_rows
+from culet.kernels.triton.attention.splits import (
+    Scratch,
+    describe_splits,
+    find_split,
+    join_launch,
+    join_rows,
+    scratch_rows,
+    store_lse,
+)
 from culet.kernels.triton.attention.tiles import DecodeTile, decode_tile
 from culet.kernels.triton.dependent_launch import enter, options
 from culet.kernels.triton.launch import Launch
@@ -133,7 +141,7 @@ def _store_parts(OUT, offset, o, scale, is_valid):
 
 @triton.jit(do_not_specialize=["num_rows", "target", "num_tokens", "stride_table"])
 def _decode(
-    Q, K, V, PAGES, FIRST, ROW_BEGIN, CONTEXT, VISIBLE, OUT, PARTIAL, LSE, ARRIVED,
+    Q, K, V, PAGES, FIRST, ROW_BEGIN, CONTEXT, VISIBLE, OUT, OUT_LSE, PARTIAL, LSE, ARRIVED,
     num_rows, target, num_tokens, stride_table, stride_page, stride_q_token, stride_out_token,
     ROWS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, ROT: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, MAX_QUERIES: tl.constexpr, MIN_TILES: tl.constexpr,
@@ -172,6 +180,8 @@ def _decode(
     out_row = row_offset(rows.token, rows.packed, head, stride_out_token, GROUP, HEAD)
     if split.splits == 1:
         _store_parts(OUT, out_row, o, scale, rows.is_valid)
+        if OUT_LSE is not None:
+            store_lse(OUT_LSE, rows.token, head * GROUP + rows.packed % GROUP, m, sums, KV_HEADS * GROUP, rows.is_valid)
     else:
         part_row = ((split.place + split.number) * KV_HEADS + head) * (MAX_QUERIES * GROUP) + rows.packed
         tl.store(LSE + part_row, m + tl.log2(sums), mask=rows.is_valid)
@@ -182,7 +192,7 @@ def _decode(
             if tl.atomic_add(arrived, 1, sem="acq_rel") == split.splits - 1:
                 tl.store(arrived, 0)
                 join_rows(
-                    OUT, PARTIAL, LSE, split.begin, split.num_queries, head, m_tile * M, split.place, split.splits,
+                    OUT, OUT_LSE, PARTIAL, LSE, split.begin, split.num_queries, head, m_tile * M, split.place, split.splits,
                     stride_out_token, GROUP, KV_HEADS, HEAD, MAX_QUERIES, JOIN_ROWS, JOIN_SPLITS,
                 )  # fmt: skip
 
@@ -196,6 +206,7 @@ def decode_launches(
     out_TNH: Tensor,
     tile: DecodeTile,
     scratch: Scratch | None,
+    lse_TN: Tensor | None = None,
 ) -> list[Launch]:
     """Return the launches of one call, in order."""
     num_tokens, num_heads, head_dim = q_TNH.shape
@@ -209,6 +220,7 @@ def decode_launches(
         "PARTIAL": None if scratch is None else scratch.partial,
         "LSE": None if scratch is None else scratch.lse,
         "ARRIVED": None if scratch is None else scratch.arrived,
+        "OUT_LSE": lse_TN,
         "Q": q_TNH,
         "K": kv.planes[0],
         "V": kv.planes[-1],
@@ -234,7 +246,7 @@ def decode_launches(
     )
     if target == 1 or splits.joins:
         return [decode]
-    join = join_launch(num_heads, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=scratch)
+    join = join_launch(num_heads, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=scratch, lse_TN=lse_TN)
     return [decode, join]
 
 
@@ -245,20 +257,24 @@ def decode_attention(
     *,
     max_queries: int,
     out_TNH: Tensor | None = None,
+    lse_TN: Tensor | None = None,
     tile: DecodeTile | None = None,
     scratch: Scratch | None = None,
 ) -> Tensor:
     """Return the attention of every row with 1 to `max_queries` query tokens. All keys are in pages.
 
-    Other rows are not written. This is safe in CUDA graphs, because the launch depends only on shapes and
-    `max_queries`. Lengths are read on the device.
+    If `lse_TN` is given, it gets the log of the sum of exponentials of each query's scores, float32. Rows of which no query
+    sees a key (context + query tokens = 0) are not written, and neither are other rows. This is safe in CUDA graphs, because
+    the launch depends only on shapes and `max_queries`. Lengths are read on the device.
     """
     out_TNH = torch.empty_like(q_TNH) if out_TNH is None else out_TNH
     group = q_TNH.shape[1] // kv.num_kv_heads
     tile = tile or decode_tile(q_TNH, kv, max_queries, rows.num_rows)
     if scratch is None:
         scratch = Scratch.allocate(scratch_rows(tile, kv.num_kv_heads, group, max_queries), kv.head_dim, q_TNH.device)
-    launches = decode_launches(q_TNH, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=scratch)
+    launches = decode_launches(
+        q_TNH, kv, rows, max_queries=max_queries, out_TNH=out_TNH, tile=tile, scratch=scratch, lse_TN=lse_TN
+    )
     for launch in launches:
         launch.run()
     return out_TNH

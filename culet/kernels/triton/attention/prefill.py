@@ -24,6 +24,7 @@ from torch import Tensor
 
 from culet.kernels.triton.attention.e4m3 import widen, widens_by_hand
 from culet.kernels.triton.attention.key_tiles import UNSEEN, add_values, key_rows, row_offset, weigh
+from culet.kernels.triton.attention.splits import store_lse
 from culet.kernels.triton.attention.tiles import PrefillTile, prefill_tile
 from culet.kernels.triton.launch import Launch
 from culet.kernels.types import PagedKV, RaggedRows
@@ -188,7 +189,7 @@ def _store(OUT, o, scale, is_valid, BEGIN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_table"])
 def _prefill(
-    Q, K, V, FRESH_K, FRESH_V, TILES, PAGES, FIRST, VISIBLE, OUT,
+    Q, K, V, FRESH_K, FRESH_V, TILES, PAGES, FIRST, VISIBLE, OUT, OUT_LSE,
     num_tokens, stride_table, stride_page, stride_fresh, stride_q_token, stride_out_token,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, ROT: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, HAS_FRESH: tl.constexpr, HAS_VISIBLE: tl.constexpr,
@@ -231,7 +232,9 @@ def _prefill(
         FRESH_K = FRESH_V if ROT > 0 else FRESH_K + chunk
         sums = _attend_fresh(q, sums, FRESH_K, FRESH_V, sight, context, stride_fresh, HEAD, ROT, BN)
 
-    scale = (1.0 / sums.total)[:, None]
+    if OUT_LSE is not None:
+        store_lse(OUT_LSE, token, head * GROUP + packed % GROUP, sums.m, sums.total, KV_HEADS * GROUP, is_valid)
+    scale = (1.0 / tl.where(sums.total > 0.0, sums.total, 1.0))[:, None]
     out = OUT + row_offset(token, packed, head, stride_out_token, GROUP, HEAD)[:, None]
     if ROT > 0:
         a, b, c = sums.o
@@ -273,6 +276,7 @@ def prefill_launch(
     fresh: tuple[Tensor, Tensor] | None,
     out_TNH: Tensor,
     tile: PrefillTile,
+    lse_TN: Tensor | None = None,
 ) -> Launch:
     """Return the only launch of a call."""
     num_tokens, num_heads, head_dim = q_TNH.shape
@@ -298,6 +302,7 @@ def prefill_launch(
             "FIRST": kv.first_B,
             "VISIBLE": rows.visible_2T,
             "OUT": out_TNH,
+            "OUT_LSE": lse_TN,
             "num_tokens": num_tokens,
             "stride_table": kv.pages_BP.stride(0),
             "stride_page": kv.planes.stride(1),
@@ -328,15 +333,17 @@ def prefill_attention(
     *,
     fresh: tuple[Tensor, Tensor] | None = None,
     out_TNH: Tensor | None = None,
+    lse_TN: Tensor | None = None,
     tile: PrefillTile | None = None,
 ) -> Tensor:
     """Return the attention of the query tokens in `tiles_X5`, from `query_tiles` with as many tokens as `tile` holds.
 
     Keys from the row's first query token on come from `fresh` (k_TGH, v_TGH of the same T tokens). Earlier keys come from
-    pages. Without `fresh`, all keys come from pages.
+    pages. Without `fresh`, all keys come from pages. If `lse_TN` is given, it gets the log of the sum of exponentials of each
+    query's scores, float32.
     """
     out_TNH = torch.empty_like(q_TNH) if out_TNH is None else out_TNH
     tile = tile or prefill_tile(q_TNH, kv)
     if tiles_X5.shape[0]:
-        prefill_launch(q_TNH, kv, rows, tiles_X5, fresh=fresh, out_TNH=out_TNH, tile=tile).run()
+        prefill_launch(q_TNH, kv, rows, tiles_X5, fresh=fresh, out_TNH=out_TNH, tile=tile, lse_TN=lse_TN).run()
     return out_TNH

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.attention.key_tiles import UNSEEN
+from culet.kernels.triton.attention.key_tiles import LOG2E, UNSEEN
 from culet.kernels.triton.attention.tiles import DecodeTile
 from culet.kernels.triton.dependent_launch import enter, options
 from culet.kernels.triton.device import uses_pdl
@@ -127,8 +127,14 @@ def find_split(
 
 
 @triton.jit
+def store_lse(OUT_LSE, token, query_head, m, total, NUM_HEADS: tl.constexpr, is_valid):
+    """Store the log of the sum of exponentials of the scores. A row that sees no key has total 0, which gives -inf."""
+    tl.store(OUT_LSE + token.to(tl.int64) * NUM_HEADS + query_head, (m + tl.log2(total)) / LOG2E, mask=is_valid)
+
+
+@triton.jit
 def join_rows(
-    OUT, PARTIAL, LSE, begin, num_queries, head, packed_begin, place, splits, stride_out_token,
+    OUT, OUT_LSE, PARTIAL, LSE, begin, num_queries, head, packed_begin, place, splits, stride_out_token,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, MAX_QUERIES: tl.constexpr,
     ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -155,13 +161,15 @@ def join_rows(
         total = total * shrink + tl.sum(weight, 0)
         o = o * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
         m = m_new
+    if OUT_LSE is not None:
+        store_lse(OUT_LSE, token, head * GROUP + packed % GROUP, m, total, KV_HEADS * GROUP, row_ok)
     o = o / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(OUT + out_row[:, None] + column[None, :], o.to(OUT.dtype.element_ty), mask=row_ok[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows", "target"])
 def _join(
-    FIRST, ROW_BEGIN, CONTEXT, OUT, PARTIAL, LSE, num_rows, target, stride_out_token,
+    FIRST, ROW_BEGIN, CONTEXT, OUT, OUT_LSE, PARTIAL, LSE, num_rows, target, stride_out_token,
     ROWS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, WINDOW: tl.constexpr,
     MAX_QUERIES: tl.constexpr, MIN_TILES: tl.constexpr, BN: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
     PDL: tl.constexpr,
@@ -201,8 +209,10 @@ def _join(
         total_weight = total_weight * shrink + tl.sum(weight, 0)
         o = o * shrink + tl.sum(part * weight[:, None], 0)
         m = m_new
+    if OUT_LSE is not None:
+        store_lse(OUT_LSE, token, query_head, m, total_weight, KV_HEADS * GROUP, tl.program_id(2) == 0)
     out = OUT + token.to(tl.int64) * stride_out_token + query_head * HEAD + column
-    tl.store(out, (o / total_weight).to(OUT.dtype.element_ty))
+    tl.store(out, (o / tl.where(total_weight > 0.0, total_weight, 1.0)).to(OUT.dtype.element_ty))
 
 
 @dataclass(frozen=True)
@@ -263,6 +273,7 @@ def join_launch(
     out_TNH: Tensor,
     tile: DecodeTile,
     scratch: Scratch | None,
+    lse_TN: Tensor | None = None,
 ) -> Launch:
     """Return the launch that joins the splits that a decode kernel with this tile wrote to `scratch`."""
     shape = describe_splits(num_heads, kv, rows, max_queries, out_TNH, tile)
@@ -273,6 +284,7 @@ def join_launch(
     shape |= {
         "PARTIAL": None if scratch is None else scratch.partial,
         "LSE": None if scratch is None else scratch.lse,
+        "OUT_LSE": lse_TN,
         "COLUMNS": columns,
         # Splits to read at a time. A row may get twice the average. Windows get exactly the average.
         "SPLITS": min(64, max(4, triton.next_power_of_2(average * (2 if shape["ROWS"] else 1)))),

@@ -4,6 +4,7 @@
     x' = (x + norm(delta, w)) * scalar, next = norm(x', next_w)                       residual_norm (x + delta if w is None)
     the same with two next norms (dense MLP and experts read one stream)             residual_norm_two
     the same with delta = norm(a, w_a) + norm(b, w_b) (dense MLP and experts summed)  residual_norm_joint
+    any of these with delta, or a and b, summed over ranks (`exchange.py`)            residual_norm_of_ranks
 
 Arithmetic is float32. x' is rounded once, and the next norm reads the rounded x', as all later ops do.
 
@@ -22,6 +23,8 @@ from torch import Tensor
 from culet.kernels.triton.dependent_launch import enter, options
 from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, next_power_of_2, run_prepared
+from culet.kernels.triton.norms.exchange import meet, next_place, read_sum, write_row
+from culet.kernels.types import PeerBuffers
 
 
 @triton.jit
@@ -72,35 +75,18 @@ def _sum_norms_kernel(
     tl.store(y + token * D + cols, total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "num_rows"])
 def _residual_norm_kernel(
-    x,
-    delta,
-    other,
-    weight,
-    delta_weight,
-    other_weight,
-    scalar,
-    next_a,
-    next_b,
-    out,
-    out_a,
-    out_b,
-    x_stride,
-    delta_stride,
-    part_stride,
-    other_stride,
-    D: tl.constexpr,
-    eps: tl.constexpr,
-    IS_JOINT: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_SCALAR: tl.constexpr,
-    NUM_NEXT: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    x, delta, other, weight, delta_weight, other_weight, scalar, next_a, next_b, out, out_a, out_b,
+    addresses, turns, rank, num_rows, row_stride, x_stride, delta_stride, part_stride, other_stride,
+    D: tl.constexpr, eps: tl.constexpr, IS_JOINT: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SCALAR: tl.constexpr,
+    NUM_NEXT: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_RANKS: tl.constexpr, PUSH: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
-):
-    """Compute any residual norm of this file. The outputs are contiguous [T, D]. delta is the sum of its parts."""
+):  # fmt: skip
+    """Compute any residual norm of this file. The outputs are contiguous [T, D]. delta is the sum of its parts.
+
+    With several ranks, delta and other are summed over the ranks before anything else.
+    """
     token = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK_D)
     inside = cols < D
@@ -122,6 +108,17 @@ def _residual_norm_kernel(
         change += _load(delta + part * part_stride + token * delta_stride, cols, inside)
     if IS_JOINT:
         more = _load(other + token * other_stride, cols, inside)
+    if NUM_RANKS > 1:
+        kind: tl.constexpr = out.dtype.element_ty
+        turn, place = next_place(turns, token, num_rows)
+        write_row(addresses, change, place, rank, cols, inside, row_stride, kind, NUM_RANKS, PUSH)
+        if IS_JOINT:
+            write_row(addresses, more, place, rank, D + cols, inside, row_stride, kind, NUM_RANKS, PUSH)
+        meet(addresses, turns, token, turn, place, rank, NUM_RANKS)
+        change = read_sum(addresses, place, rank, cols, inside, row_stride, kind, NUM_RANKS, PUSH)
+        if IS_JOINT:
+            more = read_sum(addresses, place, rank, D + cols, inside, row_stride, kind, NUM_RANKS, PUSH)
+    if IS_JOINT:
         change = _norm(change, w_delta, D, eps) + _norm(more, w_other, D, eps)
         change = change.to(out.dtype.element_ty).to(tl.float32)
     if HAS_NORM:
@@ -204,6 +201,11 @@ def describe_residual(
         "out": outs[0],
         "out_a": outs[1] if len(outs) > 1 else spare,
         "out_b": outs[2] if len(outs) > 2 else spare,
+        "addresses": None,
+        "turns": None,
+        "rank": None,
+        "num_rows": None,
+        "row_stride": None,
         "x_stride": x_TD.stride(0),
         "delta_stride": deltas[0].stride(-2),
         "part_stride": part_stride,
@@ -215,10 +217,43 @@ def describe_residual(
         "HAS_SCALAR": scalar is not None,
         "NUM_NEXT": len(next_weights),
         "NUM_PARTS": num_parts,
+        "NUM_RANKS": 1,
+        "PUSH": False,
         "BLOCK_D": next_power_of_2(size),
         "PDL": pdl,
     }
     return Launch(_residual_norm_kernel, (num_tokens,), arguments, options(_num_warps(size, num_tokens), pdl))
+
+
+def describe_residual_of_ranks(residual: Launch, peers: PeerBuffers) -> Launch:
+    """Return the launch `residual` with deltas that are summed over all ranks."""
+    _, num_rows, num_ranks, num_columns = peers.data[peers.rank].shape
+    own: dict[str, Any] = {"addresses": peers.addresses, "turns": peers.turn, "rank": peers.rank, "num_rows": num_rows}
+    own |= {"row_stride": num_columns, "NUM_RANKS": num_ranks, "PUSH": peers.is_pushed}
+    return Launch(residual.kernel, residual.grid, residual.arguments | own, residual.options)
+
+
+def residual_norm_of_ranks(
+    x_TD: Tensor,
+    deltas: tuple[Tensor, ...],
+    weights: tuple[Tensor, ...],
+    scalar: Tensor | None,
+    next_weights: tuple[Tensor, ...],
+    eps: float,
+    peers: PeerBuffers,
+) -> tuple[Tensor, ...]:
+    """Return x' = (x + norm(delta) * weight) * scalar and norm(x') * w for each of `next_weights`. delta is the ranks' sum.
+
+    `deltas` has this rank's term of delta, which may be parts [S, T, D]. If it has two, delta is the sum of their norms, and
+    `weights` has the weights of these two norms first. Its last element is the weight of delta's norm. Terms are rounded to
+    the type of x before they are added in float32. All ranks must launch this for equally many tokens. Each program waits for
+    the others' programs of the same token.
+    """
+    outs = tuple([torch.empty_like(x_TD) for _ in range(1 + len(next_weights))])
+    if x_TD.shape[0]:
+        residual = describe_residual(x_TD, deltas, weights, scalar, next_weights, eps, outs, uses_pdl(x_TD.device))
+        describe_residual_of_ranks(residual, peers).run()
+    return outs
 
 
 def _residual(

@@ -15,13 +15,23 @@ from culet.errors import CheckpointError
 from culet.kernels.dispatch import QUANTISED, for_device
 from culet.kernels.types import FP8_BLOCK, BlockShape, BlockStart, Candidates, QuantisedWeight, part_of
 from culet.layers.layer import Layer
-from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixLayout, Site, Split, Table, TableLayout
+from culet.layers.weight.base import (
+    ExpertsLayout,
+    ExpertStack,
+    Matrix,
+    MatrixLayout,
+    Site,
+    Split,
+    Table,
+    TableLayout,
+    begin_blocks_of,
+)
 from culet.layers.weight.joined import JoinedMatrix, ReorderedMatrix
 from culet.layers.weight.placement import Placement
 from culet.layers.weight.quantised.cut import Cut, cuts_of
 from culet.layers.weight.quantised.forms import Form, Fp8
 from culet.layers.weight.quantised.sources import Source
-from culet.parallel.reduce import PartialSum, join_columns, join_parts
+from culet.parallel.reduce.parts import PartialSum, join_columns, join_parts
 
 
 class Tensors(Layer):
@@ -125,12 +135,7 @@ class QuantisedTable(Table):
     def begin_blocks(
         self, newest_R: Tensor, length_R: Tensor, tables: tuple[Tensor, Tensor], shape: BlockShape, inv_freq: Tensor
     ) -> BlockStart:
-        # The op reads a plain table, so it gets one of only the rows that it needs: the newest tokens, then the mask.
-        ids = torch.cat((newest_R, torch.full_like(newest_R[:1], shape.mask_token_id)))
-        num_rows, device = newest_R.shape[0], newest_R.device
-        small, embedding = shape._replace(mask_token_id=num_rows), (self.embed(ids), 1.0)
-        start = self.ops.begin_blocks(torch.arange(num_rows, device=device), length_R, tables, small, inv_freq, embedding)
-        return start._replace(ids_T=ids[start.ids_T])
+        return begin_blocks_of(self, newest_R, length_R, tables, shape, inv_freq)
 
 
 class QuantisedExperts(ExpertStack):

@@ -21,7 +21,7 @@ from culet.layers.weight.quantised.cut import Cut
 from culet.layers.weight.quantised.forms import Form, Int4, Int8
 from culet.layers.weight.quantised.matrices import QuantisedMatrix, QuantisedTable
 from culet.layers.weight.quantised.sources import Placed, piece, reorder, scalar_placement, scale_placement
-from culet.parallel.reduce import PartialSum
+from culet.parallel.reduce.parts import PartialSum
 
 
 def _nibbles_of(stored: Tensor, num_bits: int) -> Tensor:
@@ -68,6 +68,8 @@ def round_range(x: Tensor, scale: Tensor) -> Tensor:
 
 class RangedMatrix(Matrix):
     """One projection whose inputs and outputs are rounded to fixed ranges."""
+
+    can_leave_sum = False
 
     def __init__(self, layout: MatrixLayout, site: Site, inner: QuantisedMatrix) -> None:
         super().__init__(layout, site)

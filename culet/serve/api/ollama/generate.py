@@ -31,7 +31,7 @@ from culet.serve.api.ollama.protocol import (
     read_messages,
     read_params,
     read_thinking,
-    refuse_images,
+    with_images,
     with_ollama_errors,
 )
 from culet.serve.api.openai.chat import tool_fields
@@ -108,7 +108,8 @@ async def generate(service: Service, request: Request) -> Response:
     began_at = time.perf_counter()
     body = await read_body(service, request, OllamaGenerateRequest)
     lines = _Lines(find_model(service, body.model), began_at, _text_fields)
-    refuse_images(body.images, "images")
+    if body.raw and body.images:
+        raise BadRequest("images: cannot be combined with raw, because the chat template is not used")
     params = read_params(service, body)
     if not body.prompt:
         return lines.nothing()
@@ -117,7 +118,8 @@ async def generate(service: Service, request: Request) -> Response:
         open_generation = await _open_raw(service, body, params, origin)
     else:
         system = [{"role": "system", "content": body.system}] if body.system else []
-        messages = [*system, {"role": "user", "content": body.prompt}]
+        asked: dict[str, Any] = {"role": "user", "content": with_images(body.prompt, body.images, "images")}
+        messages = [*system, asked]
         prepared = await prepare(service, messages, params, enable_thinking=read_thinking(service, body).is_on, clamp=True)
         open_generation = partial(prepared.open, GENERATE, origin)
     return await _answer(service, request, body, open_generation, lines)
@@ -148,7 +150,7 @@ async def _open_raw(
             raise BadRequest(f"{name}: cannot be combined with raw, because the chat template is not used")
     if params.structured_outputs is not None:
         params = replace(params, structured_outputs=await service.grammars.admit(params.structured_outputs.spec()))
-    prompt = await service.encode_text(body.prompt or "")
+    prompt = await service.prompts.encode_text(body.prompt or "")
     params = service.clamp(params, len(prompt))
     make_output = partial(plain_output, service.tokenizer)
     return lambda: Generation(service, prompt, params, make_output, endpoint=GENERATE, origin=origin)

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from culet import __version__
 from culet.errors import UnsupportedError
+from culet.media.items import MediaKind
 from culet.models.checkpoint import Checkpoint
 from culet.models.sizes import text_weights
 from culet.serve.api.endpoint import Endpoint, json_response, read_body
@@ -116,7 +117,7 @@ async def tags(service: Service, request: Request) -> Response:
 @with_ollama_errors
 async def running(service: Service, request: Request) -> Response:
     """List the models that are loaded. There is one, and it stays."""
-    facts = service.engine.facts
+    facts = service.engines.facts
     length, size = (None, 0) if facts is None else (facts.max_model_len, _num_bytes(service.checkpoint))
     on_gpu = size if facts is not None and facts.device.startswith("cuda") else 0
     more: dict[str, Any] = {"expires_at": _NEVER, "size_vram": on_gpu, "context_length": length}
@@ -129,7 +130,7 @@ async def show(service: Service, request: Request) -> Response:
     """Describe the model."""
     body = await read_body(service, request, ShowRequest)
     name = find_model(service, body.model)
-    spec, facts = service.checkpoint.spec, service.engine.facts
+    spec, facts = service.checkpoint.spec, service.engines.facts
     defaults = service.checkpoint.defaults
     sampling = {"temperature": defaults.temperature, "top_k": defaults.top_k, "top_p": defaults.top_p}
     info: dict[str, Any] = {
@@ -147,7 +148,7 @@ async def show(service: Service, request: Request) -> Response:
         template=service.template.source,
         details=_details(service),
         model_info=info,
-        capabilities=["completion", "tools", "thinking"],
+        capabilities=["completion", "tools", "thinking", *(["vision"] if MediaKind.IMAGE in service.media.spec.kinds else [])],
         modified_at=_started_at(service),
     )
     return json_response(answer)
@@ -179,7 +180,7 @@ def _model_fields(service: Service, name: str) -> dict[str, Any]:
 
 
 def _details(service: Service) -> OllamaDetails:
-    facts = service.engine.facts
+    facts = service.engines.facts
     level = "" if facts is None else facts.dtype.replace("float", "f").upper()  # such as BF16
     return OllamaDetails(_short_count(_num_weights(service.checkpoint)), level)
 

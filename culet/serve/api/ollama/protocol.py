@@ -151,8 +151,8 @@ def read_messages(body: OllamaChatRequest) -> list[dict[str, Any]]:
     """Return the conversation as chat messages."""
     messages = []
     for index, message in enumerate(body.messages or ()):
-        refuse_images(message.images, f"messages[{index}].images")
-        given: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        content = with_images(message.content or "", message.images, f"messages[{index}].images")
+        given: dict[str, Any] = {"role": message.role, "content": content}
         if message.thinking:
             given["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -164,7 +164,7 @@ def read_messages(body: OllamaChatRequest) -> list[dict[str, Any]]:
                 }
                 for call in message.tool_calls
             ]
-            if not message.content:
+            if not message.content and not message.images:
                 del given["content"]
         if message.tool_name is not None:
             given["name"] = message.tool_name
@@ -179,10 +179,12 @@ def _past_call(call: PastCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def refuse_images(images: Images, where: str) -> None:
-    """Raise if there are images."""
-    if images:
-        raise UnsupportedError(f"{where}: images are not supported", hint="send only text")
+def with_images(text: str, images: Images, where: str) -> str | list[dict[str, Any]]:
+    """Return the content of a message. Its images, which are base64, come first. `where` names them in errors."""
+    if not images:
+        return text
+    parts = [{"type": "image", "base64": image, "where": f"{where}[{index}]"} for index, image in enumerate(images)]
+    return [*parts, {"type": "text", "text": text}]
 
 
 def find_model(service: Service, name: str) -> str:

@@ -16,18 +16,22 @@ from starlette.responses import Response
 
 from culet.errors import BadRequest
 from culet.serve.answers.limits import AnswerSize
-from culet.serve.answers.parts import BigAnswer, Part, in_messages
+from culet.serve.answers.parts import BigAnswer, in_messages
+from culet.serve.answers.parts import Part as AnswerPart
 from culet.serve.api.chat_request import PreparedChat, check_chat, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
 from culet.serve.api.fields import (
     Count,
     CountOrNone,
     Effort,
+    MediaFields,
+    Part,
     RawArguments,
     SamplingFields,
     Schema,
     StreamOptions,
     Text,
+    TextPart,
     ToolName,
     sampling_params,
     thinking_of,
@@ -41,12 +45,6 @@ from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPi
 from culet.types import SamplingParams
 
 ENDPOINT = "/v1/chat/completions"
-
-
-class TextPart(Struct, tag_field="type", tag="text"):
-    """A text part of a message."""
-
-    text: Text
 
 
 class FunctionCall(Struct):
@@ -68,7 +66,7 @@ class Message(Struct, omit_defaults=True):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Meta(max_length=1024)] | None = None
+    content: Text | Annotated[list[Part], Meta(max_length=1024)] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
     reasoning: Text | None = None
     reasoning_content: Text | None = None
@@ -134,6 +132,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the answer continues the last message, which is the assistant's
+    mm_processor_kwargs: MediaFields | None = None
     chat_template: UnsetType | None = UNSET  # a template is a program, so requests cannot send one
 
 
@@ -204,7 +203,7 @@ async def _answer_with_logprobs(
     try:
         (generation,) = await run_all(request, [open_generation], lists)
         head = {"id": _new_id(), "created": int(time.time()), "model": model}
-        parts: list[Part] = [encoder.encode(head)[:-1] + b',"choices":[']
+        parts: list[AnswerPart] = [encoder.encode(head)[:-1] + b',"choices":[']
         for index, sample in enumerate(generation.samples):
             opening = b'%s{"index":%d,"message":' % (b"," if index else b"", index)
             parts += (opening, encoder.encode(_message(sample.output())), b',"logprobs":{"content":[')
@@ -271,6 +270,7 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
         options={"preserve_thinking": True} if options is not None and options.preserve_thinking else None,
         add_generation_prompt=body.add_generation_prompt,
         continued=_continued(body) if body.continue_final_message else None,
+        media=(body.mm_processor_kwargs or MediaFields()).options(),
     )
     return prepared if num_top is None or max_tokens is not None else _shorten(service, prepared, num_top)
 
@@ -281,15 +281,17 @@ def _continued(body: ChatRequest) -> str:
         problem = "continue_final_message: cannot be combined with add_generation_prompt"
         raise BadRequest(problem, hint="set add_generation_prompt to false")
     last = body.messages[-1]
-    if last.role != "assistant" or last.tool_calls or not last.content:
+    end = last.content if isinstance(last.content, str) or not last.content else last.content[-1]
+    text = end.text if isinstance(end, TextPart) else end
+    if last.role != "assistant" or last.tool_calls or not text or not isinstance(text, str):
         raise BadRequest("continue_final_message: the last message must be the assistant's, with text and without tool_calls")
-    return last.content if isinstance(last.content, str) else last.content[-1].text
+    return text
 
 
 def _shorten(service: Service, prepared: PreparedChat, num_top: int) -> PreparedChat:
     """Set `max_tokens` of a request without it, so that its log-probabilities fit the limit on an answer."""
     fitting = service.answers.max_bytes // chat_size(prepared.params.n, num_top)
-    if fitting >= service.rules.max_model_len - len(prepared.prompt_token_ids):
+    if fitting >= service.rules.max_model_len - len(prepared.prompt.token_ids):
         return prepared
     return replace(prepared, params=replace(prepared.params, max_tokens=max(1, fitting)))
 

@@ -143,7 +143,7 @@ async def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
     """Return the token ids of each prompt. The request has a text, a list of ids, or a list of either."""
     prompt = body.prompt
     if isinstance(prompt, str):
-        return [await service.encode_text(prompt)]
+        return [await service.prompts.encode_text(prompt)]
     if not prompt:
         raise BadRequest("prompt: got an empty list, expected at least one prompt")
     is_ids = isinstance(prompt[0], int)
@@ -159,7 +159,7 @@ async def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
     for entry in prompt:
         if isinstance(entry, list):
             _check_length(service, entry)
-        encoded.append(await service.encode_text(entry) if isinstance(entry, str) else cast(list[int], entry))
+        encoded.append(await service.prompts.encode_text(entry) if isinstance(entry, str) else cast(list[int], entry))
     return encoded
 
 

@@ -4,22 +4,51 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, field, to_builtins
 
-from culet.errors import BadRequest, UnsupportedError
-from culet.serve.api.fields import CacheSalt, Count, CountOrNone, Effort, Schema, Share, Temperature, Text, ToolName
+from culet.errors import BadRequest
+from culet.serve.api.fields import (
+    AudioData,
+    CacheSalt,
+    Count,
+    CountOrNone,
+    Detail,
+    Effort,
+    Schema,
+    Share,
+    Temperature,
+    Text,
+    ToolName,
+)
 from culet.structured.forms import SchemaText
 
 Id = Annotated[str, Meta(max_length=256)]
-MEDIA = ("input_image", "input_file", "input_audio", "input_video", "computer_screenshot")
+MEDIA = ("input_image", "input_file", "input_audio")
 
 
 class ResponsesPart(Struct):
     """A part of an item's content."""
 
-    type: Annotated[str, Meta(max_length=64)]
+    type: Literal[
+        "input_text",
+        "output_text",
+        "text",
+        "refusal",
+        "summary_text",
+        "reasoning_text",
+        "input_image",
+        "input_file",
+        "input_audio",
+    ]
     text: Text | None = None
     refusal: Text | None = None
+    image_url: Text | None = None
+    detail: Detail | None = None
+    input_audio: AudioData | None = None
+    file_data: Text | None = None
+    file_url: Text | None = None
+    file_id: Id | None = None
+    filename: Annotated[str, Meta(max_length=1024)] | None = None
 
 
 Parts = Annotated[list[ResponsesPart], Meta(max_length=1024)]
@@ -119,15 +148,17 @@ def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
     for index, item in enumerate(body.input):
         where = f"input[{index}]"
         if item.type == "reasoning":
-            thought = text_of(item.content or item.summary, where)
+            thought = text_of(item.content or item.summary)
         elif item.type == "function_call_output":
             if item.call_id is None:
                 raise BadRequest(f"{where}.call_id: the id of the call is required")
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output, where)})
+            messages.append(
+                {"role": "tool", "tool_call_id": item.call_id, "content": content_of(item.output, f"{where}.output")}
+            )
         elif item.type == "function_call":
             _add_call(messages, item, where)
         else:
-            message: dict[str, Any] = {"role": item.role or "user", "content": text_of(item.content, where)}
+            message: dict[str, Any] = {"role": item.role or "user", "content": content_of(item.content, f"{where}.content")}
             messages.append(message)
         if thought and item.type != "reasoning" and messages[-1]["role"] == "assistant":
             messages[-1].setdefault("reasoning_content", thought)
@@ -147,11 +178,18 @@ def _add_call(messages: list[dict[str, Any]], item: InputItem, where: str) -> No
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def text_of(content: str | list[ResponsesPart] | None, where: str) -> str:
-    """Return the text of an item's content. Raise if it has images, audio or other media."""
+def content_of(content: str | list[ResponsesPart] | None, where: str) -> str | list[dict[str, Any]]:
+    """Return an item's content as text, or as parts if it has media. `where` names the content in errors."""
+    if content is None or isinstance(content, str) or not any(part.type in MEDIA for part in content):
+        return text_of(content)
+    return [
+        to_builtins(part) | {"where": f"{where}[{index}]"} if part.type in MEDIA else {"type": "text", "text": text_of([part])}
+        for index, part in enumerate(content)
+    ]
+
+
+def text_of(content: str | list[ResponsesPart] | None) -> str:
+    """Return the text of an item's content."""
     if content is None or isinstance(content, str):
         return content or ""
-    for part in content:
-        if part.type in MEDIA:
-            raise UnsupportedError(f"{where}: got a part of type {part.type}, but only text is supported")
     return "\n".join(part.text or part.refusal or "" for part in content)

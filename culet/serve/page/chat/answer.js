@@ -1,6 +1,8 @@
 // Receives answers and keeps them as they are written. An answer goes on when the page shows another conversation.
 
 import { streamChat } from "../api.js";
+import { contentOf, sentMedia } from "../media/parts.js";
+import { budgetFields } from "../media/tokens.js";
 import { requestFields, systemMessages } from "../settings.js";
 import { change, newId, onChange, putMessage, saveAtOnce, stopElsewhere } from "../store/conversations.js";
 
@@ -54,8 +56,9 @@ function merge(message, delta) {
   }
 }
 
-function forServer({ role, content, tool_calls, tool_call_id, reasoning_content }) {
-  const message = { role, content };
+async function forServer(entry) {
+  const { role, tool_calls, tool_call_id, reasoning_content } = entry;
+  const message = { role, content: await contentOf(entry) };
   if (tool_calls) Object.assign(message, { tool_calls });
   // Thoughts are only needed in a turn that continues after a tool result. The template drops earlier ones anyway.
   if (tool_calls && reasoning_content) Object.assign(message, { reasoning_content });
@@ -74,6 +77,14 @@ function statistics(usage, reason, started, first) {
   return facts;
 }
 
+async function requestBody(path) {
+  const earlier = path.filter((entry) => entry.role !== "assistant" || entry.content || entry.tool_calls);
+  const messages = [...systemMessages(), ...(await Promise.all(earlier.map(forServer)))];
+  const body = { ...requestFields(), ...budgetFields(sentMedia(path)), model, messages };
+  if (path.at(-1).role === "assistant") Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
+  return body;
+}
+
 function newMessage(conversation, parent) {
   return { id: newId(), conversation, parent, role: "assistant", content: "", created: Date.now() };
 }
@@ -82,11 +93,7 @@ function newMessage(conversation, parent) {
 // `failed` is an earlier answer without content, whose place this one takes.
 export async function answer(conversation, path, changed, failed = null) {
   const last = path.at(-1);
-  const isContinued = last.role === "assistant";
-  const message = { ...(isContinued ? last : (failed ?? newMessage(conversation, last.id))), state: "writing", note: "" };
-  const earlier = path.filter((entry) => entry.role !== "assistant" || entry.content || entry.tool_calls);
-  const body = { ...requestFields(), model, messages: [...systemMessages(), ...earlier.map(forServer)] };
-  if (isContinued) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
+  const message = { ...(last.role === "assistant" ? last : (failed ?? newMessage(conversation, last.id))), state: "writing", note: "" };
   const controller = Object.assign(new AbortController(), { message });
   running.set(message.id, controller);
   putMessage(message);
@@ -95,7 +102,7 @@ export async function answer(conversation, path, changed, failed = null) {
   const saving = setInterval(() => putMessage({ ...message }), SAVE_MS);
   let [first, usage, reason] = [0, null, null];
   try {
-    for await (const chunk of streamChat(body, controller.signal)) {
+    for await (const chunk of streamChat(await requestBody(path), controller.signal)) {
       first ||= performance.now();
       usage = chunk.usage ?? usage;
       const choice = chunk.choices?.[0];

@@ -1,5 +1,6 @@
 // Shows a conversation and acts on it: sends, edits, regenerates, continues, and goes from branch to branch.
 
+import { sentMedia } from "../media/parts.js";
 import { announce, arrange, element, icon } from "../parts/dom.js";
 import { toast } from "../parts/toast.js";
 import { openSettings } from "../settings.js";
@@ -27,6 +28,7 @@ let onOpened = () => {};
 
 const acts = { goTo, sendEdited, regenerate, goOn, giveResult };
 const path = () => pathTo(messages, head).map(latest);
+const earlierMedia = () => sentMedia(path());
 
 export function currentConversation() {
   return current;
@@ -126,24 +128,25 @@ function addMessage(fields) {
   return message.id;
 }
 
-function send(text) {
+function send(text, media) {
   const last = path().at(-1);
   if (last && isWriting(last)) return false;
+  const message = { role: "user", content: text, ...(media.length ? { media } : {}) };
   if (current === null) {
-    const conversation = createConversation(text);
+    const conversation = createConversation(text || media[0].name);
     current = conversation.id;
     onOpened(current);
     messagesOf(current).then((found) => {
       messages = found;
-      answerTo(addMessage({ role: "user", content: text, parent: null }));
+      answerTo(addMessage({ ...message, parent: null }));
       showDraft(current);
     });
-  } else answerTo(addMessage({ role: "user", content: text, parent: head }));
+  } else answerTo(addMessage({ ...message, parent: head }));
   return true;
 }
 
-function sendEdited(message, text) {
-  answerTo(addMessage({ role: "user", content: text, parent: message.parent }));
+function sendEdited(message, text, media) {
+  answerTo(addMessage({ role: "user", content: text, ...(media.length ? { media } : {}), parent: message.parent }));
 }
 
 function regenerate(message) {
@@ -208,7 +211,7 @@ function follow({ conversation, message, isRemote }) {
 export function watchChat(opened) {
   onOpened = opened;
   onChange(follow);
-  watchComposer({ send, stop });
+  watchComposer({ send, stop, earlierMedia });
   toEnd.append(icon("down"));
   toEnd.addEventListener("click", () => scroller.scrollTo({ top: scroller.scrollHeight, behavior: "smooth" }));
   scroller.addEventListener("scroll", () => (toEnd.hidden = isAtEnd()), { passive: true });

@@ -1,6 +1,7 @@
-// The field for the next message. What is typed is kept for each conversation until it is sent.
+// The field for the next message. What is typed or attached is kept for each conversation until it is sent.
 
 import { draft, keepDraft } from "../store/drafts.js";
+import { attachedMedia, clearTray, isTrayBusy, showTray, watchTray } from "../media/tray.js";
 import { isThinking, setThinking } from "../settings.js";
 
 const form = document.getElementById("composer");
@@ -15,12 +16,13 @@ let name = "new"; // of the draft: the conversation's id
 function grow() {
   field.style.height = "auto";
   field.style.height = `${field.scrollHeight}px`;
-  sendButton.disabled = !field.value.trim();
+  sendButton.disabled = isTrayBusy() || !(field.value.trim() || attachedMedia().length);
 }
 
 export function showDraft(conversation) {
   name = conversation ?? "new";
   field.value = draft(name);
+  showTray(name);
   grow();
 }
 
@@ -52,8 +54,10 @@ export function showThinking() {
   thinkButton.setAttribute("aria-pressed", String(isThinking()));
 }
 
-// `send` is called with the text and returns whether it was taken.
-export function watchComposer({ send, stop }) {
+// `send` is called with the text and the media and returns whether they were taken. `earlierMedia` returns those of the
+// conversation.
+export function watchComposer({ send, stop, earlierMedia }) {
+  watchTray({ say, changed: grow, earlierMedia });
   field.addEventListener("input", () => {
     keepDraft(name, field.value);
     grow();
@@ -67,8 +71,9 @@ export function watchComposer({ send, stop }) {
     event.preventDefault();
     const text = field.value.trim();
     const draftName = name;
-    if (!text || !send(text)) return;
+    if (sendButton.disabled || !send(text, attachedMedia())) return;
     keepDraft(draftName, "");
+    clearTray(draftName);
     field.value = "";
     grow();
   });

@@ -1,6 +1,7 @@
 // Shows one message: the user's with an editor, or an answer with thoughts, tool calls and statistics.
 
 import { copyButton, element, icon, iconButton } from "../parts/dom.js";
+import { showMedia } from "../media/show.js";
 import { draft, keepDraft } from "../store/drafts.js";
 import { MarkdownView } from "./markdown.js";
 import { callCard } from "./tools.js";
@@ -34,24 +35,34 @@ function fillFoot(foot, key, makeButtons) {
 export class UserItem {
   constructor(acts) {
     this.acts = acts;
+    this.media = element("ul", { className: "media", "aria-label": "Attached" });
     this.body = element("div", { className: "body" });
     this.foot = element("div", { className: "foot" });
-    this.node = element("li", { className: "user" }, element("h3", { className: "unseen" }, "You"), this.body, this.foot);
+    this.node = element("li", { className: "user" }, element("h3", { className: "unseen" }, "You"), this.media, this.body, this.foot);
   }
 
   update(context) {
     const { message, branches } = context;
+    if (!this.message || this.message.media !== message.media) showMedia(this.media, message.media ?? []);
     this.message = message;
+    this.body.hidden = !message.content;
     if (this.body.textContent !== message.content) this.body.textContent = message.content;
     fillFoot(this.foot, JSON.stringify(branches.map(({ id }) => id).concat(message.id)), () => [
       branchSwitch({ ...context, goTo: this.acts.goTo }),
-      copyButton("Copy the message", () => message.content),
+      message.content ? copyButton("Copy the message", () => message.content) : null,
       (this.editButton = iconButton("pencil", "Edit this message", () => this.edit())),
     ]);
   }
 
   edit() {
     if (this.editor) return;
+    let media = this.message.media ?? [];
+    const show = () => showMedia(this.media, media, { remove });
+    const remove = (removed) => {
+      media = media.filter((medium) => medium !== removed);
+      show();
+      area.focus();
+    };
     const area = element("textarea", { rows: 1, value: draft(this.message.id) || this.message.content, "aria-label": "Edited message" });
     const cancel = element("button", { type: "button" }, "Cancel");
     this.editor = element("form", { className: "editor" }, area, element("div", { className: "row" }, cancel, element("button", { className: "primary" }, "Send")));
@@ -72,13 +83,15 @@ export class UserItem {
     this.editor.addEventListener("submit", (event) => {
       event.preventDefault();
       const text = area.value.trim();
-      if (!text) return;
+      if (!text && !media.length) return;
+      const isChanged = text !== this.message.content || media.length !== (this.message.media ?? []).length;
       keepDraft(this.message.id, "");
       this.close();
-      if (text !== this.message.content) this.acts.sendEdited(this.message, text);
+      if (isChanged) this.acts.sendEdited(this.message, text, media);
     });
     this.node.classList.add("editing");
     this.node.append(this.editor);
+    show();
     grow(area);
     area.focus();
   }
@@ -87,6 +100,7 @@ export class UserItem {
   close() {
     this.editor?.remove();
     this.editor = null;
+    showMedia(this.media, this.message.media ?? []);
     this.node.classList.remove("editing");
     this.editButton.focus();
   }

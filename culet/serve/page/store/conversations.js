@@ -105,8 +105,15 @@ export function change(id, changes) {
 
 export function putMessage(message) {
   loaded.get(message.conversation)?.messages.set(message.id, message);
-  writeMessages([message]).catch(reportFull);
+  writeMessages([message]).catch((error) => (message.media?.length ? keepWithoutMedia(message, error) : reportFull(error)));
   share({ message });
+}
+
+// Keeps at least the text and the names of the media if the storage is full. This tab still has the media.
+async function keepWithoutMedia(message, error) {
+  console.warn(error);
+  await writeMessages([{ ...message, media: message.media.map(({ blob, ...facts }) => facts) }]).catch(console.warn);
+  onFull(message.media.map(({ name }) => name));
 }
 
 // Adds conversations of a file. Messages that are already here stay as they are.
@@ -149,11 +156,12 @@ export async function search(text) {
 
 let onFull = () => {};
 
+// Calls `act` if something cannot be kept, with the names of media that are lost when this tab is closed.
 export function onStorageFull(act) {
   onFull = act;
 }
 
-function reportFull(error) {
+export function reportFull(error) {
   console.warn(error);
-  onFull();
+  onFull([]);
 }

@@ -2,7 +2,7 @@
 // the same conversation only add records.
 
 const NAME = "culet";
-const VERSION = 1;
+const VERSION = 2; // 2 added the media of unsent messages
 
 let database = null;
 
@@ -22,9 +22,12 @@ const finished = (transaction) =>
 export async function openDatabase() {
   try {
     const request = indexedDB.open(NAME, VERSION);
-    request.onupgradeneeded = () => {
-      request.result.createObjectStore("conversations", { keyPath: "id" });
-      request.result.createObjectStore("messages", { keyPath: "id" }).createIndex("conversation", "conversation");
+    request.onupgradeneeded = ({ oldVersion }) => {
+      if (oldVersion < 1) {
+        request.result.createObjectStore("conversations", { keyPath: "id" });
+        request.result.createObjectStore("messages", { keyPath: "id" }).createIndex("conversation", "conversation");
+      }
+      request.result.createObjectStore("drafts", { keyPath: "id" });
     };
     database = await done(request);
     database.onversionchange = () => database.close();
@@ -60,6 +63,26 @@ export async function writeMessages(messages) {
   if (!database) return;
   const transaction = database.transaction("messages", "readwrite");
   for (const message of messages) transaction.objectStore("messages").put(message);
+  await finished(transaction);
+}
+
+// Drafts: {id, tab, name, kept, media}
+
+export async function readDrafts() {
+  return database ? done(database.transaction("drafts").objectStore("drafts").getAll()) : [];
+}
+
+export async function writeDraft(draft) {
+  if (!database) return;
+  const transaction = database.transaction("drafts", "readwrite");
+  transaction.objectStore("drafts").put(draft);
+  await finished(transaction);
+}
+
+export async function eraseDraft(id) {
+  if (!database) return;
+  const transaction = database.transaction("drafts", "readwrite");
+  transaction.objectStore("drafts").delete(id);
   await finished(transaction);
 }
 

@@ -1,28 +1,29 @@
-"""Build everything an engine needs: the model, its drafter, the KV cache, the runner and the scheduler.
+"""Build a worker: the model, its drafter, its towers, the KV cache and the runner.
 
-`build_parts` builds all of it for an `Engine`. By default, its worker is a Runner in this process. With `make_worker`, the
-worker is elsewhere and no weights are loaded here. `build_worker` builds only the runner. It takes plain values, so another
-process can call it.
+By default, the worker is a Runner in this process (`build_here`). `build_worker` builds a runner for an engine elsewhere, and
+`build_rank` that of one of several ranks. They take plain values, so another process can call them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
 
 from culet.cache.pool import Pool
-from culet.config import Config, build_config
+from culet.config import NCCL, build_config
 from culet.drafters.base import Drafter
 from culet.engine import memory
-from culet.engine.drafting import PROBE_PROMPT, ReadBytes, draft_policy, run_probe
-from culet.engine.rehearsal import Rehearsal, has_finite_logits
-from culet.engine.requests import ChatMarks, RequestRules, resolve_sampling
-from culet.engine.resolve import Setup, resolve
-from culet.engine.start_times import StartTimes
+from culet.engine.drafting import ReadBytes
+from culet.engine.requests import resolve_sampling
+from culet.engine.resolve import Setup, given_settings, resolve
+from culet.engine.start.rehearsal import Rehearsal, has_finite_logits
+from culet.engine.start.times import StartTimes
 from culet.errors import ConfigError
 from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cache
 from culet.log import chose
@@ -31,76 +32,27 @@ from culet.models.gemma4 import Gemma4
 from culet.models.quantised.part_bytes import part_bytes
 from culet.models.towers.spec import read_towers
 from culet.models.towers.towers import Towers, load_towers
+from culet.models.weight_files import weight_files
 from culet.models.weights import explain_not_finite, load_model
+from culet.parallel.group import RankGroup
+from culet.parallel.reduce.choice import LIBRARY_ALONE, Reductions
+from culet.parallel.reduce.probe import probe
+from culet.parallel.reduce.symmetric import may_overlap
 from culet.runner.captures import Captures
 from culet.runner.media.step_media import ImageMask, image_mask, placeholder_ids
 from culet.runner.runner import Runner
-from culet.runner.worker import Worker
-from culet.scheduler.draft_length import DraftPolicy
-from culet.scheduler.media.features import FeatureLedger
-from culet.scheduler.scheduler import Scheduler
+from culet.runner.worker import ProcessWorker, Worker
 from culet.structured.compiler import GrammarCompiler
-from culet.structured.queue import GrammarQueue
-from culet.text.template import ChatTemplate
 from culet.text.tokenizer import Tokenizer, make_tokenizer
-from culet.types import Request, Sampling, SamplingParams
+from culet.types import Sampling, SamplingParams
+from culet.version import __version__
 
 # Makes a worker for a KV cache of the first number of slabs, and for sequences of up to the second number of tokens.
 MakeWorker = Callable[[int, int], Worker]
 
 
 @dataclass(frozen=True)
-class EngineParts:
-    """The parts of an Engine, and the Setup they were built from."""
-
-    setup: Setup
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate
-    rules: RequestRules
-    scheduler: Scheduler
-    worker: Worker
-    grammars: GrammarQueue
-    times: StartTimes
-    compile_count: CompileCount | None  # kernels that this start compiled; None on a CPU
-
-    @property
-    def num_compiled(self) -> int:
-        return 0 if self.compile_count is None else self.compile_count.compiled
-
-
-def build_parts(config: Config, *, progress: bool = True, make_worker: MakeWorker | None = None) -> EngineParts:
-    """Load the model, size the KV cache, and make the scheduler and the runner, or the worker that `make_worker` makes."""
-    times = StartTimes()
-    setup = resolve(config)
-    tokenizer = _make_tokenizer(setup)
-    # Models without per-layer embeddings were trained to start with an empty thought if they answer without thinking.
-    control_tokens = () if config.model.allow_control_tokens else tokenizer.control_tokens
-    chat_template = ChatTemplate.of_checkpoint(
-        setup.checkpoint.folder,
-        config.model.chat_template,
-        empty_thought=setup.spec.ple_dim == 0,
-        control_tokens=control_tokens,
-    )
-    compiler = _make_compiler(setup, tokenizer)
-    if make_worker is None:
-        built = _build_here(setup, compiler, times, progress=progress)
-    else:
-        built = _build_elsewhere(setup, make_worker, times)
-    return EngineParts(
-        setup=setup,
-        tokenizer=tokenizer,
-        chat_template=chat_template,
-        rules=_make_rules(setup, tokenizer, built.max_model_len),
-        scheduler=_make_scheduler(setup, built),
-        worker=built.worker,
-        grammars=GrammarQueue(compiler, tokenizer),
-        times=times,
-        compile_count=built.compile_count,
-    )
-
-
-@dataclass(frozen=True)
-class _Built:
+class BuiltWorker:
     """A worker, and what the scheduler must know about it."""
 
     worker: Worker
@@ -110,7 +62,7 @@ class _Built:
     compile_count: CompileCount | None
 
 
-def _build_here(setup: Setup, compiler: GrammarCompiler, times: StartTimes, *, progress: bool) -> _Built:
+def build_here(setup: Setup, compiler: GrammarCompiler, times: StartTimes, *, progress: bool) -> BuiltWorker:
     device = _prepare_device(setup)
     model, drafter = _load(setup, times, progress=progress)
     towers = _load_towers(setup, times, progress=progress)
@@ -120,10 +72,10 @@ def _build_here(setup: Setup, compiler: GrammarCompiler, times: StartTimes, *, p
     runner.use_grammars(compiler)
     _use_media(setup, runner, towers)
     read = None if drafter is None else ReadBytes.of_models(model, drafter)
-    return _Built(runner, num_slabs, max_model_len, read, device.compile_count)
+    return BuiltWorker(runner, num_slabs, max_model_len, read, device.compile_count)
 
 
-def _build_elsewhere(setup: Setup, make_worker: MakeWorker, times: StartTimes) -> _Built:
+def build_elsewhere(setup: Setup, make_worker: MakeWorker, times: StartTimes) -> BuiltWorker:
     num_slabs = _planned_slabs(setup)
     if num_slabs is None:
         problem = "the size of the KV cache can only be measured in the process that loads the model"
@@ -131,13 +83,43 @@ def _build_elsewhere(setup: Setup, make_worker: MakeWorker, times: StartTimes) -
     max_model_len = _resolve_max_model_len(setup, num_slabs)
     with times.part("worker"):
         worker = make_worker(num_slabs, max_model_len)
-    plan = setup.draft_plan
-    read = None
-    if plan is not None:
-        itemsize = setup.dtype.itemsize
-        sizes = part_bytes(setup.spec, setup.checkpoint.config, itemsize, setup.config.model.quantization)
-        read = ReadBytes.of_specs(setup.spec, plan, itemsize, sizes)
-    return _Built(worker, num_slabs, max_model_len, read, None)
+    return BuiltWorker(worker, num_slabs, max_model_len, _read_elsewhere(setup), None)
+
+
+def build_ranks(setup: Setup, times: StartTimes) -> BuiltWorker:
+    """Start a process for each rank. On a GPU, the ranks measure how much KV cache fits, and the smallest counts."""
+    with times.part("ranks"):
+        given = {"settings": given_settings(setup.config), "num_slabs": _planned_slabs(setup)}
+        reductions = asdict(_choose_reductions(setup))
+        worker = ProcessWorker(
+            "culet.engine.start.worker:build_rank", num_ranks=setup.rank.size, reductions=reductions, **given
+        )
+    max_model_len = _resolve_max_model_len(setup, worker.num_slabs)
+    return BuiltWorker(worker, worker.num_slabs, max_model_len, _read_elsewhere(setup), None)
+
+
+def _choose_reductions(setup: Setup) -> Reductions:
+    """Return how the ranks add their terms. The GPUs are probed unless NCCL is requested."""
+    if not setup.is_gpu:
+        chose("reductions", "gloo", "the ranks are processes on a CPU")
+        return LIBRARY_ALONE
+    if setup.config.parallel.all_reduce == NCCL:
+        chose("reductions", "NCCL", "requested")
+        return LIBRARY_ALONE
+    reductions = probe(setup.rank.size, has_nccl=not may_overlap())
+    if not (reductions.has_nccl or reductions.has_torch_ops):
+        raise ConfigError(f"ranks that share a GPU need symmetric memory: {reductions.reason}", hint="use more GPUs")
+    chose("reductions", reductions.names, f"{reductions.reason} (Culet has not been measured on several GPUs yet)")
+    return reductions
+
+
+def _read_elsewhere(setup: Setup) -> ReadBytes | None:
+    """Estimate the bytes that a rank reads, because the weights are not in this process."""
+    if setup.draft_plan is None:
+        return None
+    itemsize = setup.dtype.itemsize
+    sizes = part_bytes(setup.spec, setup.checkpoint.config, itemsize, setup.config.model.quantization)
+    return ReadBytes.of_specs(setup.spec, setup.draft_plan, itemsize, sizes).shared_by(setup.rank.size)
 
 
 def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int) -> Runner:
@@ -150,15 +132,65 @@ def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int
     times = StartTimes()
     model, drafter = _load(setup, times, progress=False)
     runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
-    runner.use_grammars(_make_compiler(setup, _make_tokenizer(setup)))
+    runner.use_grammars(make_compiler(setup, open_tokenizer(setup)))
     _use_media(setup, runner, _load_towers(setup, times, progress=False))
     return runner
 
 
-def _make_tokenizer(setup: Setup) -> Tokenizer:
+def build_rank(
+    settings: Mapping[str, Any],
+    num_slabs: int | None,
+    reductions: Mapping[str, Any],
+    rank_index: int,
+    meeting_file: str,
+) -> Runner:
+    """Build the runner of one rank. If `num_slabs` is None, measure how many fit on every rank."""
+    setup = resolve(build_config(settings), rank_index)
+    if not setup.is_gpu:
+        torch.set_num_threads(max(1, torch.get_num_threads() // setup.rank.size))
+    group = RankGroup.join(setup.rank, meeting_file, setup.device)
+    group.check_same(_facts_of_rank(setup, settings))
+    num_columns = setup.spec.hidden_size * (1 if setup.spec.moe is None else 2)  # an MLP's row, and the experts' beside it
+    group.use(Reductions(**reductions), setup.device, num_columns, setup.dtype)
+    return build_in_group(setup, group, num_slabs)
+
+
+def build_in_group(setup: Setup, group: RankGroup, num_slabs: int | None) -> Runner:
+    """Build the runner of a rank that has joined its group. All ranks must call this together."""
+    prepared, times = _prepare_device(setup), StartTimes()
+    model, drafter = _load(setup, times, progress=False, group=group)
+    towers = _load_towers(setup, times, progress=False)
+    if num_slabs is None:
+        num_slabs = group.least(_size_cache(setup, model, drafter, towers, prepared.free_bytes, times))
+    max_model_len = _resolve_max_model_len(setup, num_slabs)
+    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
+    runner.use_grammars(make_compiler(setup, open_tokenizer(setup)))
+    _use_media(setup, runner, towers)
+    return runner
+
+
+def _facts_of_rank(setup: Setup, settings: Mapping[str, Any]) -> dict[str, object]:
+    """Return what must be the same on all ranks: versions, model and settings."""
+    checkpoint = setup.checkpoint
+    files = [] if checkpoint.random else [(path.name, path.stat().st_size) for path in weight_files(checkpoint.folder)]
+    return {
+        "the version of culet": __version__,
+        "the version of torch": torch.__version__,
+        "the model's config.json": sha256(json.dumps(checkpoint.config, sort_keys=True).encode()).hexdigest()[:12],
+        "the list of the model's files": files,
+        "the precision of activations": str(setup.dtype),
+        **{f"--{name.replace('_', '-')}": value for name, value in settings.items()},
+    }
+
+
+def open_tokenizer(setup: Setup) -> Tokenizer:
     checkpoint, is_skipped = setup.checkpoint, setup.config.model.skip_tokenizer_init
     is_random = checkpoint.random is not None
     return make_tokenizer(checkpoint.folder, setup.spec.vocab_size, is_random=is_random, is_skipped=is_skipped)
+
+
+def make_compiler(setup: Setup, tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler.for_tokenizer(tokenizer, setup.spec.vocab_size, setup.checkpoint.defaults.eos_token_ids)
 
 
 # The device
@@ -182,7 +214,7 @@ def _prepare_device(setup: Setup) -> _PreparedDevice:
 # The model
 
 
-def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, Drafter | None]:
+def _load(setup: Setup, times: StartTimes, *, progress: bool, group: RankGroup | None = None) -> tuple[Gemma4, Drafter | None]:
     latent = setup.config.cache.latent
     with times.part("weights"):
         model = load_model(
@@ -192,6 +224,7 @@ def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, D
             latent=latent,
             quantization=setup.config.model.quantization,
             progress=progress,
+            group=group,
         )
         model.scale_keys([layer for group in setup.layout.groups if group.spec.is_fp8 for layer in group.layers])
     if setup.draft_plan is None:
@@ -201,14 +234,14 @@ def _load(setup: Setup, times: StartTimes, *, progress: bool) -> tuple[Gemma4, D
 
 
 def _load_towers(setup: Setup, times: StartTimes, *, progress: bool) -> Towers | None:
-    kinds = _tower_kinds(setup)
+    kinds = tower_kinds(setup)
     if not kinds:
         return None
     with times.part("towers"):
         return load_towers(setup.checkpoint, dtype=setup.dtype, device=setup.device, kinds=kinds, progress=progress)
 
 
-def _tower_kinds(setup: Setup) -> frozenset[MediaKind]:
+def tower_kinds(setup: Setup) -> frozenset[MediaKind]:
     """Return the kinds of media that are wanted and that the checkpoint has towers for."""
     return frozenset(map(MediaKind, setup.config.media.kinds)) & read_towers(setup.checkpoint.config).kinds
 
@@ -268,6 +301,7 @@ def _cpu_slabs(setup: Setup) -> int:
         chunk=schedule.max_num_batched_tokens,
         max_position=setup.spec.max_position,
         wanted_len=setup.config.model.max_model_len,
+        num_ranks=setup.rank.size,
     )
 
 
@@ -290,7 +324,7 @@ def _resolve_max_model_len(setup: Setup, num_slabs: int) -> int:
     return longest
 
 
-# The runner and the scheduler
+# The runner
 
 
 def _make_runner(
@@ -323,95 +357,3 @@ def _use_media(setup: Setup, runner: Runner, towers: Towers | None) -> None:
 
 def _image_mask(setup: Setup) -> ImageMask:
     return image_mask(setup.spec.image_attention, setup.config.media.image_mask)
-
-
-def _make_features(setup: Setup) -> FeatureLedger | None:
-    """Return the account of the runner's features, or None if it has no towers."""
-    kinds = _tower_kinds(setup)
-    if not kinds:
-        return None
-    media = setup.config.media
-    return FeatureLedger(
-        kinds=kinds,
-        token_bytes=setup.spec.hidden_size * setup.dtype.itemsize,
-        max_bytes=media.media_cache_memory_bytes,
-        max_step_tokens=media.max_encoder_tokens,
-        max_item_bytes=media.max_media_bytes,
-    )
-
-
-def _make_compiler(setup: Setup, tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler.for_tokenizer(tokenizer, setup.spec.vocab_size, setup.checkpoint.defaults.eos_token_ids)
-
-
-def _make_scheduler(setup: Setup, built: _Built) -> Scheduler:
-    max_drafts = 0 if setup.draft_plan is None else setup.draft_plan.max_drafts
-    return Scheduler(
-        setup.layout,
-        built.num_slabs,
-        setup.config.schedule,
-        max_model_len=built.max_model_len,
-        prefix_caching=setup.config.cache.enable_prefix_caching,
-        max_drafts=max_drafts,
-        policy=_make_draft_policy(setup, built.read),
-        # Captured steps determine on the device where their rows begin.
-        plans_open=setup.has_graphs and max_drafts > 0,
-        features=_make_features(setup),
-    )
-
-
-def _make_draft_policy(setup: Setup, read: ReadBytes | None) -> DraftPolicy | None:
-    choice = setup.config.draft.choice
-    if setup.draft_plan is None or choice is None or read is None:
-        return None
-    plans_open = setup.has_graphs
-    return draft_policy(setup.spec, setup.draft_plan, choice, setup.layout, setup.device, read, plans_open=plans_open)
-
-
-def _make_rules(setup: Setup, tokenizer: Tokenizer, max_model_len: int) -> RequestRules:
-    return RequestRules(
-        vocab_size=setup.spec.vocab_size,
-        defaults=setup.checkpoint.defaults,
-        max_position=setup.spec.max_position,
-        max_model_len=max_model_len,
-        max_num_seqs=setup.config.schedule.max_num_seqs,
-        marks=ChatMarks.of(tokenizer),
-        has_text=tokenizer.has_text,
-    )
-
-
-# The end of the startup
-
-
-def finish_start(parts: EngineParts, add: Callable[[Request], None], step: Callable[[], object]) -> None:
-    """Probe the drafter through the engine's loop (`add`, `step`), then log how long each part of the startup took."""
-    choice = parts.setup.config.draft.choice
-    if choice is not None and choice.probe and choice.method != "suffix":  # the probe's text hardly repeats itself
-        with parts.times.part("draft probe"):
-            _probe_drafts(parts, add, step)
-    count = parts.compile_count
-    if count is not None:
-        parts.times.note("kernels", f"{count.compiled} compiled, {count.found} found on disk")
-        count.begin_serving()
-    parts.times.finish()
-
-
-def _probe_drafts(parts: EngineParts, add: Callable[[Request], None], step: Callable[[], object]) -> None:
-    """Measure what draft rounds cost, and warn if hardly any draft is accepted, because nothing else would show it."""
-    choice, rules = parts.setup.config.draft.choice, parts.rules
-    assert choice is not None
-    is_random = bool(parts.setup.checkpoint.random) or choice.model.startswith("random:")
-    if is_random or not parts.tokenizer.has_text:
-        prompt = list(range(1, 33))
-    else:
-        prompt = parts.tokenizer.encode(parts.chat_template.render([{"role": "user", "content": PROBE_PROMPT}]))
-    prompt = prompt[: rules.max_model_len // 2]
-
-    def add_probe(num_tokens: int) -> None:
-        max_tokens = min(num_tokens, rules.max_model_len - len(prompt))
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        add(rules.make_request("draft-probe", prompt, params))
-
-    probe = run_probe(parts.scheduler, add_probe, step)
-    if not is_random:
-        probe.log(choice)

@@ -1,0 +1,1 @@
+"""Start an engine: build its worker, and everything around the worker."""

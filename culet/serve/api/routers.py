@@ -1,0 +1,82 @@
+"""GET /server_info, /model_info and /get_load, which routers ask for. The names and fields are those of SGLang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from culet import __version__
+from culet.serve.api.endpoint import Endpoint, json_response
+from culet.serve.process.wire import Stats
+from culet.serve.service import Service
+
+
+async def server_info(service: Service, request: Request) -> Response:
+    """Return what a router wants to know about the server: names, sizes and the number of engines."""
+    facts = service.engines.facts
+    answer: dict[str, Any] = {
+        **_model(service),
+        "version": __version__,
+        "status": "ready" if service.is_ready else service.health,
+        "dp_size": service.settings.data_parallel_size,
+        "tp_size": service.config.parallel.tensor_parallel_size,
+        "enable_prefix_caching": service.config.cache.enable_prefix_caching,
+    }
+    if facts is not None:
+        answer |= {
+            "page_size": facts.block_tokens,
+            "max_total_num_tokens": facts.num_pages * facts.block_tokens,  # if the global layers had all pages
+            "max_running_requests": facts.max_num_seqs,
+            "max_queued_requests": facts.max_queue_len,
+            "context_length": facts.max_model_len,
+        }
+    return json_response(answer)
+
+
+async def model_info(service: Service, request: Request) -> Response:
+    """Return what a router wants to know about the model."""
+    return json_response(_model(service))
+
+
+async def get_load(service: Service, request: Request) -> Response:
+    """Return the load of each engine."""
+    service.require_ready()
+    loads = [_load(rank, part.stats) for rank, part in enumerate(service.engines.parts) if part.is_ready]
+    return json_response(loads)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    name = service.names[0]
+    return {
+        "model_path": name,
+        "tokenizer_path": name,
+        "served_model_name": name,
+        "is_generation": True,
+        "model_type": "gemma4",
+        "vocab_size": service.checkpoint.spec.vocab_size,
+    }
+
+
+def _load(rank: int, stats: Stats | None) -> dict[str, Any]:
+    now = None if stats is None else stats.scheduler
+    num_running, num_waiting = (0, 0) if now is None else (now.num_running, now.num_waiting)
+    num_used = 0 if now is None else now.num_pages - now.num_free_pages - now.num_resume_point_pages
+    return {
+        "dp_rank": rank,
+        "num_reqs": num_running + num_waiting,
+        "num_running_reqs": num_running,
+        "num_waiting_reqs": num_waiting,
+        "num_pages_used": num_used,
+        "token_usage": num_used / max(1, 0 if now is None else now.num_pages),
+    }
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/server_info", server_info),
+    Endpoint("GET", "/get_server_info", server_info),
+    Endpoint("GET", "/model_info", model_info),
+    Endpoint("GET", "/get_model_info", model_info),
+    Endpoint("GET", "/get_load", get_load),
+)

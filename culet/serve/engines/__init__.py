@@ -1,0 +1,1 @@
+"""One or several engines behind one server: starting and restarting them, and which one gets a request."""

@@ -1,0 +1,194 @@
+"""The engines of a server as one. With `--data-parallel-size N` there are N, each with its own process and its own cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from culet.cache.content import PrefixContent
+from culet.config import Config, ServeConfig
+from culet.errors import CuletError, WorkerDied
+from culet.limits import Limits
+from culet.log import logger
+from culet.serve.engines.placement import environments
+from culet.serve.engines.routing import Candidate, ranked
+from culet.serve.engines.supervised import SupervisedEngine
+from culet.serve.engines.totals import total
+from culet.serve.process.client import State, TokenStream
+from culet.serve.process.kv_events import read_kv_events
+from culet.serve.process.wire import Ready, Script, Start, Stats
+from culet.types import Request
+
+
+class EngineSource(Protocol):
+    """The engines that a server sends its requests to, wherever they run."""
+
+    is_draining: bool  # engines that die are not restarted
+    on_exit: Callable[[CuletError], None]  # called when no engine is left
+
+    @property
+    def state(self) -> State: ...
+    @property
+    def health(self) -> str: ...
+    @property
+    def facts(self) -> Ready | None: ...
+    @property
+    def stats(self) -> Stats | None: ...
+    @property
+    def parts(self) -> Sequence[SupervisedEngine]: ...
+    @property
+    def num_in_flight(self) -> int: ...
+    @property
+    def num_restarts(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    def submit(self, request: Request) -> TokenStream: ...
+    def fail_all(self, error: CuletError) -> None: ...
+
+
+class Engines:
+    """The engine processes of this machine."""
+
+    def __init__(
+        self, config: Config, settings: ServeConfig, limits: Limits, *, script: Script | None = None, log_level: str = "info"
+    ) -> None:
+        size = settings.data_parallel_size
+        read_kv_events(settings.kv_events_config)  # raises on a bad setting before a model is loaded
+        self.on_exit: Callable[[CuletError], None] = lambda error: None
+        self._num_submitted = 0
+        self.parts: list[SupervisedEngine] = []
+        for rank, environment in enumerate(environments(config, size)):
+            start = Start(
+                config,
+                log_level,
+                settings.log_format,
+                script,
+                rank=rank,
+                reports_prefixes=size > 1,
+                kv_events=settings.kv_events_config,
+            )
+            name = "the engine" if size == 1 else f"engine {rank}"
+            engine = SupervisedEngine(start, settings, limits, name=name, environment=environment)
+            engine.on_give_up = self._on_give_up
+            self.parts.append(engine)
+
+    @property
+    def _ready(self) -> list[SupervisedEngine]:
+        return [engine for engine in self.parts if engine.is_ready]
+
+    @property
+    def state(self) -> State:
+        """READY if any engine is, STARTING if any may become so."""
+        states = {engine.state for engine in self.parts}
+        return next(state for state in (State.READY, State.STARTING, State.DEAD) if state in states)
+
+    @property
+    def health(self) -> str:
+        """`ok` if any engine is, otherwise what most delays the next answer."""
+        kinds = {engine.health for engine in self.parts}
+        return next(kind for kind in ("ok", "loading", "restarting", "stuck") if kind in kinds)
+
+    @property
+    def is_draining(self) -> bool:
+        return self.parts[0].is_draining
+
+    @is_draining.setter
+    def is_draining(self, value: bool) -> None:
+        for engine in self.parts:
+            engine.is_draining = value
+
+    @property
+    def facts(self) -> Ready | None:
+        """The facts of any engine. All have the same model and settings."""
+        return next((engine.facts for engine in self.parts if engine.facts is not None), None)
+
+    @property
+    def stats(self) -> Stats | None:
+        """The sum of the latest reports."""
+        return total([engine.stats for engine in self.parts if engine.stats is not None])
+
+    @property
+    def num_in_flight(self) -> int:
+        """The number of requests that have not ended."""
+        return sum(engine.num_in_flight for engine in self.parts)
+
+    @property
+    def num_restarts(self) -> int:
+        return sum(engine.num_restarts for engine in self.parts)
+
+    @property
+    def capacity(self) -> int:
+        """How many samples can run or wait."""
+        facts = [engine.facts for engine in self._ready]
+        return sum(each.max_num_seqs + each.max_queue_len for each in facts if each is not None)
+
+    async def start(self) -> None:
+        """Start all engines and wait until they are ready. Raise if one fails."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_outcome(engine)) for engine in self.parts]
+        errors = [task.result() for task in tasks if task.result() is not None]
+        if errors:
+            assert errors[0] is not None
+            raise errors[0]
+
+    async def stop(self) -> None:
+        """End all engine processes."""
+        await asyncio.gather(*(engine.stop() for engine in self.parts))
+
+    def submit(self, request: Request) -> TokenStream:
+        """Send a request to the engine that suits it best."""
+        ready = self._ready
+        if not ready:
+            raise self.parts[0].client.death()
+        return (ready[0] if len(ready) == 1 else self._choose(ready, request)).client.submit(request)
+
+    def fail_all(self, error: CuletError) -> None:
+        """End every running request with `error`."""
+        for engine in self.parts:
+            if engine.state is not State.STARTING or engine.num_in_flight:
+                engine.client.fail_all(error)
+
+    def _choose(self, ready: list[SupervisedEngine], request: Request) -> SupervisedEngine:
+        turn = self._num_submitted % len(ready)  # so that idle engines take turns
+        self._num_submitted += 1
+        ready = [*ready[turn:], *ready[:turn]]
+        tokens = request.prompt_token_ids
+        facts = ready[0].facts
+        assert facts is not None
+        content = PrefixContent(request.cache_salt, request.media)
+        candidates = [
+            Candidate(
+                engine.client.num_samples,
+                facts.max_num_seqs,
+                engine.prefixes.find(tokens, content),
+                engine.prefixes.num_points,
+            )
+            for engine in ready
+        ]
+        return ready[ranked(candidates, len(tokens), request.n)[0]]
+
+    def _on_give_up(self, error: CuletError) -> None:
+        """Go on with the other engines. The server ends when none is left."""
+        if all(engine.is_given_up for engine in self.parts):
+            self.on_exit(error)
+        else:
+            logger.error("the server goes on with %d of %d engines", len(self._ready), len(self.parts))
+
+
+async def _outcome(engine: SupervisedEngine) -> CuletError | None:
+    """Start an engine. Return the error if it fails, so that the others are not cancelled in the middle of their start."""
+    try:
+        await engine.start()
+    except CuletError as error:
+        return error
+    return None
+
+
+def unavailable(engines: EngineSource) -> CuletError:
+    """Return the error for a request that no engine can take now."""
+    if engines.health == "restarting":
+        return WorkerDied("the engine died and is being restarted", hint="try again later")
+    return WorkerDied("the model is still loading", hint="try again later")

@@ -1,0 +1,1 @@
+"""From messages and texts of clients to token ids and media."""

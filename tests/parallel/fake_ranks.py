@@ -1,0 +1,54 @@
+"""Ranks without a model, for tests of processes. They start fast, and wait for each other in every step as real ones do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from culet.errors import ConfigError
+from culet.types import Drawn, StepPlan, StepResult
+
+
+class FakeRank:
+    """Draws the step's number. A step waits until every rank has launched it, like a reduction."""
+
+    num_slabs = 7
+
+    def __init__(self, index: int, size: int, folder: Path, odd_step: int) -> None:
+        self.index, self.size, self.folder, self.odd_step = index, size, folder, odd_step
+
+    def launch(self, plan: StepPlan) -> FakeStep:
+        (self.folder / f"{plan.step_id}.{self.index}").touch()
+        if plan.step_id < 0 and self.index == 1:
+            raise ValueError("a bad step")
+        while not all((self.folder / f"{plan.step_id}.{index}").exists() for index in range(self.size)):
+            time.sleep(0.005)
+        token = plan.step_id + (self.index if plan.step_id == self.odd_step else 0)
+        return FakeStep(StepResult(plan.step_id, (Drawn(0, (token,)),)))
+
+    def device_seconds(self) -> Mapping[str, float]:
+        return {"verify": float(self.index), "draft": 0.0}
+
+    def close(self) -> None:
+        pass
+
+
+class FakeStep:
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+def build(folder: str, rank_index: int, meeting_file: str, size: int = 2, odd_step: int = -1) -> FakeRank:
+    assert Path(meeting_file).parent.is_dir()
+    return FakeRank(rank_index, size, Path(folder), odd_step)
+
+
+def refuse(folder: str, rank_index: int, meeting_file: str) -> FakeRank:
+    """Refuse on the last rank. The others wait for it."""
+    while rank_index == 0:
+        time.sleep(0.1)
+    raise ConfigError("rank 1 does not like this", hint="try something else")

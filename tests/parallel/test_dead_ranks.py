@@ -1,0 +1,78 @@
+"""A server whose ranks die or hang under load: every client gets an answer, the group comes back as one, and no page leaks.
+
+`test_rank_processes.py` tests the processes alone, in seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+import httpx
+import pytest
+
+from tests.parallel.test_rank_processes import is_gone
+from tests.serve.running import Running, wait_for
+
+STEP_S = 8  # the watchdog's limit
+NUM_CLIENTS = 4
+
+
+@pytest.fixture(scope="module")
+def server(model_of: Callable[[str], str]) -> Iterator[Running]:
+    config = {"device": "cpu", "tensor_parallel_size": 2, "max_model_len": 512, "max_num_seqs": 4}
+    settings = {"limits": f"step_s={STEP_S}", "max_engine_restarts": 2, "engine_restart_window": 1.0}
+    with Running(Path(model_of("12B")), config=config, settings=settings) as server:
+        yield server
+
+
+def ranks_of_server(server: Running) -> list[int]:
+    """Return the process ids of the ranks, in their order."""
+    engine = server.engine_id()
+    found = []
+    for task in Path(f"/proc/{engine}/task").iterdir():
+        found += [int(pid) for pid in (task / "children").read_text().split()]
+    return sorted(pid for pid in found if b"culet.runner.worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def stream(server: Running, seed: int) -> tuple[int, str]:
+    """Return the number of chunks of a long answer, and its last event before [DONE]."""
+    body = {"messages": [{"role": "user", "content": f"Hello {seed}"}], "stream": True, "ignore_eos": True, "max_tokens": 400}
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=300) as response:
+        assert response.status_code == 200
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    return len(events), events[-2]
+
+
+def hurt(server: Running, number: signal.Signals, index: int, want: str) -> None:
+    """Send a signal to a rank while clients read. Check that they are answered and that the group comes back."""
+    ranks = ranks_of_server(server)
+    assert len(ranks) == 2
+    restarts = server.stats()["engine_restarts"]
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        answers = [pool.submit(stream, server, seed) for seed in range(NUM_CLIENTS)]
+        wait_for(lambda: server.stats()["scheduler"]["num_running"] == NUM_CLIENTS, 10, "the load")
+        os.kill(ranks[index], number)
+        ends = [answer.result(300) for answer in answers]
+    # A client that had read nothing yet is served by the new group. The others get an error.
+    assert any("engine_unavailable" in last for _, last in ends)
+    assert all("engine_unavailable" in last or num_events > 390 for num_events, last in ends)
+    server.wait_ready()
+    wait_for(lambda: all(map(is_gone, ranks)), 5, "the old ranks to end")
+    assert server.stats()["engine_restarts"] == restarts + 1
+    server.check_well()
+    assert server.chat(max_tokens=8, temperature=0).json()["choices"][0]["message"]["content"] == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_any_rank_twenty_times(server: Running, number: signal.Signals) -> None:
+    want, random = server.chat(max_tokens=8, temperature=0).json()["choices"][0]["message"]["content"], Random(0)
+    for _ in range(20):
+        hurt(server, number, random.randrange(2), want)

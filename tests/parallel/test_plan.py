@@ -1,0 +1,98 @@
+"""What each rank stores, from configs alone: the cache's table, the weights, and `culet plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from culet.cache.pool import Pool
+from culet.cache.spec import RUN_TOKENS, CacheLayout, plan_cache, share_among
+from culet.cli.plan import plan
+from culet.config import build_config
+from culet.engine.resolve import resolve
+from culet.errors import ConfigError
+from culet.models.spec import read_spec
+from culet.models.variants import VARIANTS
+from culet.testing.tiny import write_checkpoint
+
+
+def layout_of(name: str, num_ranks: int) -> CacheLayout:
+    return plan_cache(share_among(read_spec(VARIANTS[name]).kv_specs(2, latent=True), num_ranks))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "replicated", "split"),
+    [("12B", 2, 10_240, 5_120), ("26B-A4B", 4, 6_400, 3_200), ("31B", 8, 12_800, 6_400)],
+)
+def test_bytes_of_the_global_cache(name: str, num_ranks: int, replicated: int, split: int) -> None:
+    """A rank stores a token of the global cache in as many bytes as a copy of its head needs, but not every token."""
+    layout = layout_of(name, num_ranks)
+    sliding, full = layout.groups
+    assert (full.stored_bytes, full.bytes_per_token) == (replicated, split)
+    assert full.page_tokens == full.stored_tokens * 2
+    assert full.stored_tokens % RUN_TOKENS == 0
+    assert sliding.page_tokens == sliding.stored_tokens
+    whole = layout_of(name, 1).groups[0]
+    assert sliding.bytes_per_token * num_ranks == whole.bytes_per_token
+    pool = Pool(layout, 3, torch.bfloat16, torch.device("meta"))
+    planes = pool.planes(full.layers[0])
+    assert planes.numel() * 2 * len(full.layers) == 3 * full.page_tokens * split
+
+
+def test_one_rank_is_as_before() -> None:
+    for name in VARIANTS:
+        specs = read_spec(VARIANTS[name]).kv_specs(2, latent=True)
+        assert [(spec.num_kv_heads, spec.token_shares) for spec in share_among(specs, 1)] == [
+            (spec.num_kv_heads, 1) for spec in specs
+        ]
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("12B", 16), ("31B", 3), ("26B-A4B", 6)])
+def test_heads_that_cannot_be_shared(name: str, num_ranks: int) -> None:
+    with pytest.raises(ConfigError, match=f"got {num_ranks}, but the sliding layers have .* KV heads"):
+        layout_of(name, num_ranks)
+
+
+def test_small_models_use_replicas(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "E4B")
+    with pytest.raises(ConfigError, match="E2B and E4B are too small") as caught:
+        resolve(build_config({"model": str(folder), "device": "cpu", "tensor_parallel_size": 2}))
+    assert "replicas" in caught.value.hint
+
+
+def run_plan(*arguments: str) -> str:
+    done = CliRunner().invoke(plan, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_plan_of_four_gpus() -> None:
+    arguments = "31B", "--gpu", "h100", "--json"
+    one, four = (json.loads(run_plan(*arguments, "--tensor-parallel-size", str(count))) for count in (1, 4))
+    assert one["ranks"] is None
+    ranks = four["ranks"]
+    assert ranks["weight_bytes"] == four["fits"][0]["weight_bytes"]
+    assert one["weights"] == four["weights"]
+    assert ranks["weight_bytes"] == pytest.approx(one["fits"][0]["weight_bytes"] / 4, rel=0.01)
+    shared = {share["part"]: share["how"] for share in ranks["weights"]}
+    assert shared["token embedding"] == "by vocabulary"
+    assert shared["attention"] == "by heads"
+    assert shared["dense MLP"] == "by width"
+    assert shared["norms"] == "whole on each rank"
+    assert [group["how"] for group in ranks["cache"]] == ["by heads", "by heads"]
+    assert [group["num_kv_heads"] for group in four["attention"]] == [4, 1]
+    first = ranks["exchanges"][0]
+    assert (first["num_tokens"], first["num_reductions"]) == (1, 121)
+    assert first["reduced_bytes"] == 121 * 5376 * 2
+    assert first["link_s"] == pytest.approx((1.5 * first["reduced_bytes"] + first["gathered_bytes"]) / 450e9)
+
+
+def test_the_plan_says_why() -> None:
+    text = " ".join(run_plan("12B", "--gpu", "h100", "--tensor-parallel-size", "2").split())
+    assert "global KV cache by tokens 1 KV heads for 2 ranks: 2 ranks of a head take turns with runs of tokens" in text
+    assert "Exchanges per step over NVLink 4, 450 GB/s" in text
+    assert "What fits into each GPU" in text

@@ -1,0 +1,125 @@
+"""Ranks live and die together: their processes end as one, whichever of them dies, hangs or fails, and with their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from culet.errors import ConfigError, WorkerDied
+from culet.runner.worker import ProcessWorker
+from culet.types import StepPlan
+from tests.serve.running import wait_for
+
+BUILDER = "tests.parallel.fake_ranks:build"
+
+
+def plan(step_id: int) -> StepPlan:
+    return StepPlan(step_id, (), (), ())
+
+
+def is_gone(pid: int) -> bool:
+    """Return whether a process has ended. Nobody may have waited for it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@contextmanager
+def ranks(folder: Path, **arguments: int) -> Iterator[ProcessWorker]:
+    worker = ProcessWorker(BUILDER, num_ranks=arguments.get("size", 2), folder=str(folder), **arguments)
+    try:
+        yield worker
+    finally:
+        worker.close()
+    assert all(map(is_gone, worker.pids))
+
+
+def test_steps(tmp_path: Path) -> None:
+    """Every rank gets every plan, also ahead of results. What the first rank reports counts."""
+    with ranks(tmp_path, size=3) as worker:
+        assert worker.num_slabs == 7
+        steps = [worker.launch(plan(step_id)) for step_id in range(4)]
+        assert [step.result().drawn[0].token_ids for step in steps] == [(0,), (1,), (2,), (3,)]
+        assert worker.device_seconds()["verify"] == 0.0
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"{step}.{rank}" for step in range(4) for rank in range(3)]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_rank_that_is_killed(tmp_path: Path, index: int) -> None:
+    with ranks(tmp_path) as worker:
+        worker.launch(plan(0)).result()
+        os.kill(worker.pids[1 - index], signal.SIGSTOP)  # so that the step cannot end
+        step = worker.launch(plan(1))
+        os.kill(worker.pids[index], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=f"process {worker.pids[index]} exited unexpectedly with exit code -9"):
+            step.result()
+        assert all(map(is_gone, worker.pids))
+
+
+def test_a_rank_that_fails(tmp_path: Path) -> None:
+    """The other rank would wait for it forever."""
+    with ranks(tmp_path) as worker:
+        with pytest.raises(WorkerDied, match="rank 1 failed: ValueError: a bad step"):
+            worker.launch(plan(-1)).result()
+        assert all(map(is_gone, worker.pids))
+
+
+def test_ranks_that_draw_different_tokens(tmp_path: Path) -> None:
+    with ranks(tmp_path, odd_step=1) as worker:
+        worker.launch(plan(0)).result()
+        with pytest.raises(WorkerDied, match="ranks 0 and 1 drew different tokens"):
+            worker.launch(plan(1)).result()
+
+
+def test_a_rank_that_refuses_to_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rank 1 does not like this") as caught:
+        ProcessWorker("tests.parallel.fake_ranks:refuse", num_ranks=2, folder=str(tmp_path))
+    assert caught.value.hint == "try something else"
+
+
+_PARENT = f"""
+import sys, threading
+from culet.runner.worker import ProcessWorker
+made = []
+thread = threading.Thread(target=lambda: made.append(ProcessWorker("{BUILDER}", num_ranks=2, folder=sys.argv[1])))
+thread.start()
+thread.join()  # the ranks outlive the thread that started them
+print(*made[0].pids, flush=True)
+sys.stdin.read()
+"""
+
+
+HEALTHY = pytest.param(signal.SIGCONT, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, HEALTHY], ids=["hanging", "healthy"])
+def test_a_parent_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
+    """Ranks end with their engine, even those that are stopped and cannot notice it."""
+    command = [sys.executable, "-c", _PARENT, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        time.sleep(0.2)
+        assert not any(map(is_gone, pids))
+        for pid in pids:
+            os.kill(pid, number)
+        parent.kill()
+    wait_for(lambda: all(map(is_gone, pids)), 5, "the ranks to end")
+
+
+@pytest.mark.slow
+def test_a_parent_that_exits(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _PARENT, str(tmp_path)]
+    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=120, check=True)
+    assert all(is_gone(int(pid)) for pid in done.stdout.split())
+    assert not done.stderr

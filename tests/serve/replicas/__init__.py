@@ -1,0 +1,1 @@
+"""Tests of several engines, on one machine and behind routers."""

@@ -1,0 +1,136 @@
+"""`culet serve --data-parallel-size 2` with a tiny model."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.replicas.conversations import hit_share, talk
+from tests.serve.running import Running, wait_for
+
+CONFIG = {"device": "cpu", "max_model_len": 2048, "max_num_seqs": 64, "max_queue_len": 64}
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Iterator[Running]:
+    """A server with two engines and a tiny random model."""
+    with Running(folder, config=CONFIG, settings={"data_parallel_size": 2}) as server:
+        yield server
+
+
+def generated(server: Running) -> list[int]:
+    return [engine.get("generated_tokens", 0) for engine in server.stats()["engines"]]
+
+
+def ask_all(server: Running) -> list[str]:
+    """Return the answers to some prompts, sent a few at a time."""
+
+    def ask(word: str) -> str:
+        prompt = f"{word} and {word}"
+        answer = server.chat(messages=[{"role": "user", "content": prompt}], max_tokens=12, temperature=0)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["message"])
+
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(ask, ("red", "green", "blue", "cyan", "pink", "grey", "teal", "gold")))
+
+
+def test_both_engines_work_and_answer_as_one_does(pair: Running, tiny: Running) -> None:
+    before = generated(pair)
+    assert ask_all(pair) == ask_all(tiny)
+    wait_for(lambda: all(now > then for now, then in zip(generated(pair), before, strict=True)), what="both reports")
+    pair.check_well()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_each_engine_can_have_several_ranks(folder: Path) -> None:
+    """Two engines of two ranks each answer as one process does."""
+    config = {**CONFIG, "dtype": "float32"}
+    with Running(folder, config=config) as server:
+        expected = ask_all(server)
+    with Running(folder, config={**config, "tensor_parallel_size": 2}, settings={"data_parallel_size": 2}) as server:
+        assert ask_all(server) == expected
+        wait_for(lambda: min(generated(server)) > 0, what="both reports")
+        server.check_well()
+
+
+@pytest.mark.parametrize("num_conversations", [8, pytest.param(40, marks=pytest.mark.slow)])
+def test_later_turns_find_their_prefix(pair: Running, num_conversations: int) -> None:
+    before = queries(pair)
+    turns = talk(lambda body: pair.http.post("/v1/chat/completions", json=body), num_conversations)
+    assert len(turns) == 5 * num_conversations
+    assert [turn.error for turn in turns if turn.error] == []
+    assert hit_share(turns) >= 0.95
+    counts = [now - then for now, then in zip(queries(pair), before, strict=True)]
+    assert min(counts) >= num_conversations, counts  # a fifth of the turns
+
+
+def queries(server: Running) -> list[int]:
+    """Return how many prompts each engine has looked up."""
+    return [engine["scheduler"]["counters"]["prefix_queries"] for engine in server.stats()["engines"]]
+
+
+def test_metrics_have_an_engine_label(pair: Running, tiny: Running) -> None:
+    text = pair.http.get("/metrics").text
+    for engine in "01":
+        for name in ("vllm:num_requests_running", "vllm:generation_tokens_total", "culet:engine_up", "culet:kv_free_pages"):
+            assert f'{name}{{engine="{engine}",model_name="gemma"}}' in text or (
+                f'{name}{{model_name="gemma",engine="{engine}"}}' in text
+            ), name
+    assert text.count("# TYPE vllm:num_requests_running gauge") == 1
+    assert 'engine="' not in tiny.http.get("/metrics").text
+
+
+def test_a_dead_engine_costs_only_its_own_requests(scripted: Callable[..., Running]) -> None:
+    """Kill one of two engines while both answer. The other's streams go on, and the dead one comes back."""
+    with scripted(step_s=0.02, settings={"data_parallel_size": 2}, config={"max_num_seqs": 4}) as server:
+        ids = engine_ids(server)
+        assert len(ids) == 2
+
+        begun: list[int] = []
+
+        def ask(index: int) -> int:
+            body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True}
+            lines: list[str] = []
+            with server.http.stream("POST", "/v1/completions", json=body) as answer:
+                for line in answer.iter_lines():
+                    if not lines:
+                        begun.append(index)
+                    lines += [line] if line else []
+            return int(lines[-1] == "data: [DONE]" and not any('"error"' in line for line in lines))
+
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(ask, index) for index in range(4)]
+            wait_for(lambda: len(begun) == 4, what="four streams")
+            assert [engine["in_flight"] for engine in server.stats()["engines"]] == [2, 2]
+            os.kill(ids[0], signal.SIGKILL)
+            assert server.http.get("/health").status_code == 200
+            assert ask(9) == 1
+            assert sum(answer.result() for answer in answers) == 2
+        wait_for(lambda: all(engine["state"] == "ready" for engine in server.stats()["engines"]), what="the restart")
+        assert sorted(engine["restarts"] for engine in server.stats()["engines"]) == [0, 1]
+        server.check_well()
+
+
+def engine_ids(server: Running) -> list[int]:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    return [int(child) for child in children if b"culet.serve.process.engine" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def test_routers_learn_about_the_server(pair: Running, tiny: Running) -> None:
+    for server, size in ((pair, 2), (tiny, 1)):
+        info = server.http.get("/server_info").json()
+        assert (info["dp_size"], info["served_model_name"], info["context_length"]) == (size, "gemma", 2048)
+        assert info["page_size"] > 0
+        assert server.http.get("/model_info").json()["is_generation"] is True
+        loads = server.http.get("/get_load").json()
+        assert [load["dp_rank"] for load in loads] == list(range(size))
+        assert all(load["num_reqs"] == load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+        assert f'vllm:cache_config_info{{block_size="{info["page_size"]}"' in server.http.get("/metrics").text
