@@ -174,7 +174,7 @@ class Run:
         return outputs
 
     def own_parts(self) -> dict[str, Part]:
-        """Return the target's outputs as parts to train on. They are generated once and stored."""
+        """Return the target's outputs as parts to train on. They are generated once and stored. Empty parts are left out."""
         parts = {}
         for number, (name, temperature) in enumerate(zip(OWN_PARTS, TEMPERATURES, strict=True)):
             path = self.plan.work / f"{name}.npz"
@@ -184,7 +184,8 @@ class Run:
                 _save_outputs(path, [output for output in outputs if not output.is_repetitive])
                 self.log.write(event="own outputs", part=name, outputs=len(outputs), seconds=time.perf_counter() - began)
             stored = np.load(path)
-            parts[name] = Part(name, stored["tokens"], stored["ends"], stored["learnt"])
+            if len(stored["ends"]):  # an untrained target may only repeat itself
+                parts[name] = Part(name, stored["tokens"], stored["ends"], stored["learnt"])
         return parts
 
     def train_drafter(self, stage: str) -> None:
@@ -209,7 +210,7 @@ class Run:
         text = self.phases[-1].weights
         total = sum(text.values())
         weights = {name: (1 - OWN_SHARE) * value / total for name, value in text.items()}
-        weights |= dict.fromkeys(OWN_PARTS, OWN_SHARE / len(OWN_PARTS))
+        weights |= dict.fromkeys(own, OWN_SHARE / len(OWN_PARTS))
         for parameter in self.target.parameters():
             parameter.requires_grad_(False)
         compiled = torch.compile if plan.compiles else _identity
@@ -259,7 +260,7 @@ def _save_outputs(path: Path, outputs: list[Output]) -> None:
     tokens = [token for output in outputs for token in (*output.prompt, *output.tokens)]
     lengths = [len(output.prompt) + len(output.tokens) for output in outputs]
     learnt = [flag for output in outputs for flag in (*[False] * len(output.prompt), *[True] * len(output.tokens))]
-    arrays = {"tokens": np.array(tokens, np.uint16), "ends": np.cumsum(lengths), "learnt": np.array(learnt, bool)}
+    arrays = {"tokens": np.array(tokens, np.uint16), "ends": np.cumsum(lengths, dtype=np.int64), "learnt": np.array(learnt, bool)}
     np.savez(path, allow_pickle=False, **arrays)
 
 

@@ -194,7 +194,7 @@ def read_plan(given: argparse.Namespace) -> Plan:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m training.see", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--start-from", type=Path, required=True, help="folder with target, assistant and dflash")
     parser.add_argument("--work", type=Path, required=True, help="folder for states, log and checkpoints")
@@ -216,7 +216,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--eager", action="store_true", help="do not compile the decoder's layers")
     parser.add_argument("--mini", action="store_true", help="a model of a few thousand weights, for tests")
-    given = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments)
     plan = read_plan(given)
     log = Log(plan.work / "log.jsonl")
     log.write(event="begun", decoder=given.decoder, seconds=plan.seconds, workers=plan.drawing.num_workers)

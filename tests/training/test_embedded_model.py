@@ -8,10 +8,11 @@ import re
 import pytest
 
 from culet.models import embedded
+from training.data.pictures.chats import BUDGET
 from training.gate import GOALS, QUESTIONS, golden_text, run_gate
-from training.models.shapes import AssistantShape, DFlashShape, TargetShape
+from training.models.shapes import AssistantShape, DFlashShape, TargetShape, TowerShape, processor_config
 
-MAX_BYTES = 36_000_000
+MAX_BYTES = 45_000_000
 
 
 def test_size_and_files() -> None:
@@ -25,19 +26,24 @@ def test_size_and_files() -> None:
 def test_configs_are_those_of_the_shapes() -> None:
     """Training's description of the model matches its files."""
     target = TargetShape()
-    configs = {"target": target.config(), "assistant": AssistantShape().config(target), "dflash": DFlashShape().config(target)}
+    configs = {
+        "target/config.json": target.config(TowerShape()),
+        "target/processor_config.json": processor_config(BUDGET),
+        "assistant/config.json": AssistantShape().config(target),
+        "dflash/config.json": DFlashShape().config(target),
+    }
     for name, config in configs.items():
-        assert json.loads((embedded.FOLDER / name / "config.json").read_text()) == config
+        assert json.loads((embedded.FOLDER / name).read_text()) == config
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_gate(every: int) -> None:
-    """Only all questions measure the goals. A quarter of them notices if the model or the engine got worse.
+    """Only all questions measure the goals. A fifth of them notices if the model or the engine got worse.
 
-    A quarter was chosen because the model meets the goals on it. Shares of so few questions vary: on a fifth, 20 of 24 tool
-    calls are right.
+    The phrasings of the JSON questions come in a cycle of four, so a quarter has only one phrasing, and only 12 of its 15
+    answers are right.
     """
-    scores = run_gate("built-in", parts=["questions", "tools", "json", "transformers"], every=every)
+    scores = run_gate("built-in", parts=["questions", "tools", "json", "transformers", "pictures"], every=every)
     assert {*GOALS} <= {*scores.shares}
     assert not scores.missed(), scores.shares
 
