@@ -260,7 +260,8 @@ def _save_outputs(path: Path, outputs: list[Output]) -> None:
     tokens = [token for output in outputs for token in (*output.prompt, *output.tokens)]
     lengths = [len(output.prompt) + len(output.tokens) for output in outputs]
     learnt = [flag for output in outputs for flag in (*[False] * len(output.prompt), *[True] * len(output.tokens))]
-    arrays = {"tokens": np.array(tokens, np.uint16), "ends": np.cumsum(lengths, dtype=np.int64), "learnt": np.array(learnt, bool)}
+    ends = np.cumsum(lengths, dtype=np.int64)
+    arrays = {"tokens": np.array(tokens, np.uint16), "ends": ends, "learnt": np.array(learnt, bool)}
     np.savez(path, allow_pickle=False, **arrays)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import culet
 from culet import LLM, SamplingParams
 from culet.attention.torch_cpu import TorchCPUBackend
 from culet.config import DraftChoice
@@ -21,7 +22,7 @@ from tests.models.dflash_oracle import DFlashOracle
 from tests.models.draft_rig import DraftRig
 from tests.models.harness import Harness
 from tests.training.training_pack import FIRST_WORD, write_pack
-from training.card import training_facts
+from training.card import kept_facts, seeing_facts, training_facts
 from training.learning.batches import Mixture, Packer, load_parts
 from training.learning.loop import Log, Settings, Training, text_source
 from training.learning.optimiser import Optimiser, orthogonalised
@@ -108,6 +109,24 @@ def test_a_written_target_is_sharpened(work: Path, tmp_path: Path) -> None:
     assert sharpness_of(tmp_path / "run") == 2 * was
     assert torch.equal(after[FINAL_NORM], 2 * before[FINAL_NORM])
     assert all(torch.equal(after[name], before[name]) for name in before if name != FINAL_NORM)
+
+
+def test_the_card_keeps_what_the_runs_continued() -> None:
+    card = (Path(culet.__file__).parent / "embedded/README.md").read_text()
+    kept = kept_facts(card)
+    assert kept["text"].startswith("| part | documents |")
+    assert kept["training"].startswith("| run | stage |")
+    assert kept["sharpness"] == "1.8"
+    assert all(text in card for text in kept.values())
+
+
+def test_the_card_lists_what_taught_seeing() -> None:
+    steps = [{"stage": "see", "step": step, "seconds": 2.0, "loss": 1 / step} for step in (1, 2)]
+    ends = [{"stage": "see", "event": "done", "pictures": 1200}, {"stage": "see", "event": "checked", "right": {"all": 0.5}}]
+    drafter = {"stage": "dflash", "step": 3, "seconds": 1.0, "loss": 0.3}
+    *_, first, second = seeing_facts([[*steps, *ends, drafter]])
+    assert first == "| 1 | tower and decoder | 2 | 2.0 | 1,200 | 0.5 | 50.0% |"
+    assert second == "| 1 | DFlash drafter | 3 | 1.0 |  | 0.3 |  |"
 
 
 def test_the_card_lists_every_run() -> None:
