@@ -12,8 +12,9 @@ from culet.config import build_config
 from culet.engine.engine import Engine
 from culet.media.items import MediaItem, MediaKind
 from culet.runner.worker import ProcessWorker
-from tests.parallel import jobs, media_jobs
-from tests.parallel.media_jobs import Seen, Told, image, sound
+from tests.parallel import jobs
+from tests.parallel.media import media_jobs
+from tests.parallel.media.media_jobs import Seen, Told, image, sound
 from tests.parallel.ranks import Ranks
 
 SMALL = {"max_num_batched_tokens": 72, "max_num_seqs": 4}
