@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,15 +10,11 @@ import httpx
 import numpy as np
 import openai
 import pytest
-import schemathesis
 import soundfile
-from hypothesis import strategies as st
-from schemathesis import GenerationMode
 
 from culet.testing.tiny import write_checkpoint
 from culet.text.tokenizer import Tokenizer
 from tests.serve.running import Running
-from tests.serve.test_openapi import _plausible, _run
 
 SAID = "The gem has a small facet."
 
@@ -120,26 +115,3 @@ def test_pages_of_other_origins_cannot_send_forms(server: Running) -> None:
     for origin, status in origins.items():
         reply = server.http.post("/v1/audio/transcriptions", files=files, headers={"origin": origin})
         assert reply.status_code == status, origin
-
-
-@pytest.mark.slow
-def test_generated_forms(server: Running) -> None:
-    """Half of the forms have a recording that can be read. `test_openapi` has a model that does not hear."""
-    speech = recording()
-
-    def hear(case: Any) -> Any:
-        case = _plausible(case)
-        if isinstance(case.body, dict):
-            case.body["file"] = speech
-        return case
-
-    schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
-    operations = [found for result in schema.get_all_operations() if (found := result.ok()).path.startswith("/v1/audio/")]
-    assert len(operations) == 2
-    for operation in operations:
-        good, bad = operation.as_strategy(GenerationMode.POSITIVE), operation.as_strategy(GenerationMode.NEGATIVE)
-        statuses: Counter[int] = Counter()
-        _run(server, st.one_of(good.map(hear), good.map(hear), good, bad), 150, statuses)
-        assert min(statuses[200], statuses[400]) > 20, statuses
-    server.check_well()
-    assert "Traceback" not in server.log()
