@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--every-ms", type=float, default=100)
     parser.add_argument("--burst", type=int, default=16, help="images that arrive at once")
     parser.add_argument("--budget", type=int, default=280, help="most soft tokens of an image")
-    parser.add_argument("--room", type=int, default=2000, help="tokens that chats may write while images come")
+    parser.add_argument("--room", type=int, default=4000, help="tokens that chats may write while images come")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=JSON", help="settings of the engine")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, help="write the results to this file as JSON")
