@@ -78,8 +78,8 @@ class PassGraphs:
     def _input_rows(self, packed: PackedImages) -> PackedImages:
         """Return the place from which graphs read patches like these."""
         if self._inputs is None:
-            tensors = (packed.levels_TV, packed.x_T, packed.y_T)
-            self._inputs = PackedImages(*[tensor.new_empty(MAX_PATCHES, *tensor.shape[1:]) for tensor in tensors], [])
+            levels = packed.levels_TV.new_empty(MAX_PATCHES, packed.levels_TV.shape[1])
+            self._inputs = PackedImages(levels, packed.x_T.new_empty(MAX_PATCHES), packed.y_T.new_empty(MAX_PATCHES), [])
         length, whole = sum(packed.lengths), self._inputs
         return PackedImages(whole.levels_TV[:length], whole.x_T[:length], whole.y_T[:length], packed.lengths)
 
