@@ -1,10 +1,13 @@
-"""The order of the test files."""
+"""The order of the test files, and a quick collection."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
+
+gc.disable()  # test files import large packages, and nothing they make is garbage
 
 ROOT = Path(__file__).parents[1]
 # The files that take longest start first, so that no process is left with a long one at the end.
@@ -36,6 +39,11 @@ LONGEST_FIRST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {ROOT / name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
