@@ -5,6 +5,7 @@ Triton chooses the interpreter when kernels are imported, so the test file is ru
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -49,5 +50,42 @@ def _patch_once_per_launch() -> None:
     interpreter._patch_lang = patch_once
 
 
+def _check_overflow_with_numpy() -> None:
+    """Make the interpreter faster: to check an operation of integers for overflow, it interprets seven others."""
+    import numpy as np
+    from triton.language.semantic import TritonSemantic
+
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+    def check(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+        kind = lhs.type.scalar
+        if kind.int_bitwidth >= 64:
+            return
+        result = operations[binary_op.__name__](lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
+        is_within = kind.get_int_min_value() <= result.min() and result.max() <= kind.get_int_max_value()
+        assert is_within, f"int{kind.int_bitwidth} overflow detected for operation {binary_op.__name__}"
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = check
+
+
+def _describe_types_once() -> None:
+    """Make the interpreter faster: it looks up and names the types of all values again and again."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    def start(self: Any, types: list[Any], fields: list[str] | None = None) -> None:
+        self.types, self.fields = types, fields or [""] * len(types)
+
+    def name(self: Any) -> str:
+        return "[" + ",".join(f"{field}:{kind}" for field, kind in zip(self.fields, self.types, strict=False)) + "]"
+
+    look_up = interpreter._get_np_dtype
+    look_up_once = functools.cache(look_up)
+    core.tuple_type.__init__, core.tuple_type.name = start, property(name)
+    interpreter._get_np_dtype = lambda kind: look_up(kind) if kind.scalar.is_ptr() else look_up_once(kind.scalar)
+
+
 if INTERPRETED:
     _patch_once_per_launch()
+    _check_overflow_with_numpy()
+    _describe_types_once()
