@@ -21,7 +21,7 @@ from culet.types import StepPlan
 from tests.engine.llm.oracle import EOS, SHAPES, VOCAB, WINDOW, assert_greedy, folder_of, oracle_logprobs, prompt
 from tests.matrix import matrix
 
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 LENGTHS = (1, 7, WINDOW, WINDOW + 1, 3 * WINDOW + 5, 5 * WINDOW)  # shorter than, equal to and several times the window
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
