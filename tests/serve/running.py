@@ -55,7 +55,7 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 10.0, what: str = "i
     deadline = time.monotonic() + PATIENCE * limit_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited {PATIENCE * limit_s:g} s for {what}"
-        time.sleep(0.02)
+        time.sleep(0.05)
     return value
 
 

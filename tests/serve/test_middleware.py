@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import Running, wait_for
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 JSON = {"content-type": "application/json"}
@@ -129,8 +129,12 @@ def test_request_ids(fake: Running) -> None:
 def test_log_lines_are_json(locked: Running) -> None:
     locked.http.post("/v1/chat/completions", json={"messages": HELLO}, headers={"x-request-id": "logged"})
     locked.http.get("/a%0ab")
-    lines = [json.loads(line) for line in locked.log().splitlines()]
-    (entry,) = [line for line in lines if line.get("request_id") == "logged"]
+
+    def logged() -> list[dict[str, Any]]:  # a thread writes the log
+        lines = [json.loads(line) for line in locked.log().rpartition("\n")[0].splitlines()]
+        return [line for line in lines if line.get("request_id") == "logged"]
+
+    (entry,) = wait_for(logged, what="the line of the log")
     assert (entry["status"], entry["path"], entry["finish"]) == (200, "/v1/chat/completions", "stop")
     assert entry["generated_tokens"] > 5
     assert entry["first_token_s"] > 0
