@@ -2,12 +2,14 @@
 
     python -m training.check_overlap [out/pack]     exit code 1 if there is an overlap
 
-It decodes and searches every document of the training split.
+It decodes and searches every document of the training split. It also draws training scenes, and looks in them for the scenes
+of the gate's pictures and for combinations of shape, word, number and colour that are held out.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import re
 import sys
 from collections import Counter
@@ -19,7 +21,11 @@ from tokenizers import Tokenizer
 
 from training.data.held_out import EVERYDAY, TEST_TOOL, counts_held_out, gate_turns, normalised
 from training.data.kinds.arithmetic import mentions_held_out
+from training.data.pictures.chats import gate_picture
+from training.data.pictures.scenes import draw_scene, held_out_in, scene_content
+from training.picture_gate import read_questions
 
+NUM_SCENES = 200_000
 _USER = re.compile(r"<\|turn>user\n(.*?)<turn\|>", re.DOTALL)
 
 
@@ -45,6 +51,18 @@ def faults(text: str) -> Iterator[str]:
         yield "tool name"
 
 
+def picture_faults(num_scenes: int, seed: str = "overlap") -> Counter[str]:
+    """Count what is wrong in training scenes: held-out combinations, and scenes of the gate."""
+    rng = random.Random(seed)
+    found: Counter[str] = Counter()
+    gate = {scene_content(gate_picture(line["seed"])[0]) for line in read_questions()}
+    for _ in range(num_scenes):
+        scene = draw_scene(rng)
+        found["held-out combination"] += any(True for _ in held_out_in(scene))
+        found["scene of the gate"] += scene_content(scene) in gate
+    return +found
+
+
 def main() -> None:
     """Check every part, print a table, and fail if there is a fault."""
     parser = argparse.ArgumentParser(prog="python -m training.check_overlap", description=(__doc__ or "").split("\n")[0])
@@ -66,6 +84,9 @@ def main() -> None:
                     print(f"{part}: {fault}: {text[:400]!r}")
         print(f"{part}: {count} documents, {dict(overlaps) or 'no overlap'}")
         total += overlaps
+    in_pictures = picture_faults(NUM_SCENES)
+    print(f"pictures: {NUM_SCENES} scenes, {dict(in_pictures) or 'no overlap'}")
+    total += in_pictures
     print(f"{len(gate_turns())} turns of the gate compared; {sum(total.values())} faults")
     sys.exit(1 if total else 0)
 

@@ -4,7 +4,8 @@ python -m training.gate                          the built-in model; exit code 1
 python -m training.gate --model out/training/embedded/target --json out/gate.json --golden training/golden.md
 
 Questions, tool calls, JSON answers and open prompts are in `training/questions`. None of their phrasings is in the training
-text (`training/check_overlap.py` checks that). All answers are greedy, in float32, through Culet's engine.
+text (`training/check_overlap.py` checks that). Pictures are drawn from seeds, with combinations that training never shows.
+All answers are greedy, in float32, through Culet's engine.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from culet.text.tool_schema import tool_schemas
 from training.learning.batches import Part
 from training.learning.prompts import cut_prompts
 from training.models.acceptance import Output as Written
+from training.picture_gate import ask_about_pictures, sees
 from training.scoring import is_right, is_valid_call, is_valid_json
 
 QUESTIONS = Path(__file__).parent / "questions"
@@ -42,6 +44,7 @@ GOALS = {
     "no tool where none fits": 0.90,
     "JSON": 0.95,
     "answers ended": 0.95,
+    "pictures": 0.85,
 }
 DRAFTING = "tokens emitted per verify"
 DRAFTING_GOALS = {"mtp": 2.3, "dflash": 3.0}
@@ -286,6 +289,16 @@ def measure_speed(llm: LLM, scores: Scores) -> None:
     scores.details["tokens per second"] = speed | {"threads": torch.get_num_threads()}
 
 
+def ask_pictures(llm: LLM, folder: Path, scores: Scores, every: int) -> None:
+    """Ask about held-out pictures, if the model has a vision tower."""
+    if not sees(folder):
+        scores.details["pictures"] = "not asked, because the model has no vision tower"
+        return
+    shares, wrong = ask_about_pictures(llm, folder, every)
+    scores.shares |= shares
+    scores.details["wrong answers about pictures"] = wrong
+
+
 def run_gate(model: str, *, parts: Iterable[str], golden: Path | None = None, every: int = 1) -> Scores:
     """Run the named parts on a model, with every question or with every second, third, ... one."""
     scores = Scores()
@@ -299,6 +312,7 @@ def run_gate(model: str, *, parts: Iterable[str], golden: Path | None = None, ev
             "transformers": lambda: compare_with_transformers(llm, find_folder(model), asker, scores),
             "drafting": lambda: measure_drafting(model, scores),
             "speed": lambda: measure_speed(llm, scores),
+            "pictures": lambda: ask_pictures(llm, find_folder(model), scores, every),
         }
         for part in parts:
             if part == "open":
@@ -311,7 +325,7 @@ def run_gate(model: str, *, parts: Iterable[str], golden: Path | None = None, ev
     return scores
 
 
-PARTS = ("questions", "tools", "json", "open", "perplexity", "transformers", "drafting", "speed")
+PARTS = ("questions", "tools", "json", "open", "perplexity", "transformers", "drafting", "speed", "pictures")
 
 
 def main(arguments: list[str] | None = None) -> int:

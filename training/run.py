@@ -24,7 +24,7 @@ import torch
 
 from training.learning.batches import Mixture, Part, load_parts
 from training.learning.draft_losses import dflash_loss, dflash_row_loss, mtp_loss, mtp_row_loss
-from training.learning.loop import Log, LossOf, Settings, Training
+from training.learning.loop import Log, LossOf, Settings, Training, text_source
 from training.learning.optimiser import Optimiser
 from training.learning.prompts import cut_prompts
 from training.learning.target_losses import held_out_losses, perplexity, target_loss
@@ -127,8 +127,7 @@ class Run:
             Optimiser(target, rate=plan.rate),
             loss_of,
             plan.settings("target"),
-            parts=self.parts,
-            phases=self.phases,
+            source_of=text_source(self.parts, self.phases, plan.settings("target"), plan.device),
             folder=plan.work,
             log=self.log,
         )
@@ -226,8 +225,7 @@ class Run:
             Optimiser(drafter),
             loss_of,
             plan.settings(stage),
-            parts=self.parts | own,
-            phases=[Mixture(weights, learn_all=False)],
+            source_of=text_source(self.parts | own, [Mixture(weights, learn_all=False)], plan.settings(stage), plan.device),
             folder=plan.work,
             log=self.log,
         ).run()

@@ -23,7 +23,7 @@ from tests.models.harness import Harness
 from tests.training.training_pack import FIRST_WORD, write_pack
 from training.card import training_facts
 from training.learning.batches import Mixture, Packer, load_parts
-from training.learning.loop import Log, Settings, Training
+from training.learning.loop import Log, Settings, Training, text_source
 from training.learning.optimiser import Optimiser, orthogonalised
 from training.learning.target_losses import target_loss
 from training.models.acceptance import Output, as_batch, count, dflash_drafts, mtp_drafts
@@ -194,8 +194,8 @@ def _training(pack: Path, folder: Path, steps: int) -> Training:
     phases = [Mixture({"plain": 1, "chat": 1}), Mixture({"chat": 1}, learn_all=False)]
     optimiser = Optimiser(target)
     log = Log(folder / "log.jsonl")
-    parts = load_parts(pack / "train")
-    return Training(target, optimiser, target_loss(target, F32), settings, parts=parts, phases=phases, folder=folder, log=log)
+    source_of = text_source(load_parts(pack / "train"), phases, settings, CPU)
+    return Training(target, optimiser, target_loss(target, F32), settings, source_of=source_of, folder=folder, log=log)
 
 
 def test_resumes_where_it_stopped(pack: Path, tmp_path: Path) -> None:

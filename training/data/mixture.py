@@ -116,6 +116,11 @@ PARTS = (
     Part("json", _scaled(json_answers.make, 12_000), 1.5, 1.5),
     Part("thinking", _scaled(thinking.make, 5_000), 0.8, 0.8),
 )
+# What code alone makes, without any source. Some definitions need WordNet, the everyday ones do not.
+MADE_PARTS = (
+    *(part for part in PARTS if part.is_made and part.name != "definitions"),
+    Part("definitions", _scaled(definitions.make_simple, 45), 1.4, 1.8),
+)
 
 
 def cut(chat: Chat, rng: random.Random) -> Chat:

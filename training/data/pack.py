@@ -19,7 +19,7 @@ import multiprocessing
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from training.data import tokenizer as own_tokenizer
 from training.data.chats import Chat, Encoder
 from training.data.corpus import CORPUS
 from training.data.held_out import fault, without_faults
-from training.data.mixture import PARTS, Part, texts
+from training.data.mixture import MADE_PARTS, PARTS, Part, texts
 from training.data.sources import OUT
 
 PACK = OUT / "pack"
@@ -77,9 +77,11 @@ def write_part(folder: Path, name: str, documents: list[tuple[list[int], list[bo
     return counts
 
 
-def pack_part(part: Part, folder: Path, *, seed: int, scale: float) -> dict[str, Any]:
+def pack_part(
+    part: Part, folder: Path, *, seed: int, scale: float, tokenizer_folder: Path = own_tokenizer.FOLDER
+) -> dict[str, Any]:
     """Write a part. Return its entry in pack.json."""
-    tokenizer = Tokenizer.from_file(str(own_tokenizer.FOLDER / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     encoder = Encoder(tokenizer)
     splits: dict[str, list[tuple[list[int], list[bool] | None]]] = {"train": [], "held_out": []}
     dropped: Counter[str] = Counter()
@@ -121,6 +123,33 @@ def _pack_by_name(name: str, *, folder: Path, seed: int, scale: float) -> tuple[
     return name, entry
 
 
+def _pack_made(name: str, *, folder: Path, seed: int, scale: float, tokenizer_folder: Path) -> tuple[str, dict[str, Any]]:
+    (part,) = [part for part in MADE_PARTS if part.name == name]
+    return name, pack_part(part, folder, seed=seed, scale=scale, tokenizer_folder=tokenizer_folder)
+
+
+def write_made(folder: Path, tokenizer_folder: Path, *, scale: float, jobs: int, seed: int = 0) -> None:
+    """Write a pack of the parts that code makes, which needs no downloads, with the tokenizer of a checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pack = functools.partial(_pack_made, folder=folder, seed=seed, scale=scale, tokenizer_folder=tokenizer_folder)
+    with multiprocessing.Pool(jobs) as pool:
+        entries = dict(pool.imap_unordered(pack, [part.name for part in MADE_PARTS], chunksize=1))
+    set_weights(MADE_PARTS, entries, scale)
+    (folder / "tokenizer").mkdir(exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        shutil.copyfile(tokenizer_folder / name, folder / "tokenizer" / name)
+    (folder / "pack.json").write_text(json.dumps({"parts": entries}, indent=2) + "\n")
+
+
+def set_weights(parts: Sequence[Part], entries: dict[str, dict[str, Any]], scale: float) -> None:
+    """Add to each entry of pack.json its share of the tokens of each phase."""
+    for phase, boosts in (("main", [part.boost_main for part in parts]), ("last", [part.boost_last for part in parts])):
+        sizes = [entries[part.name]["tokens"] / (scale if part.is_made else 1) for part in parts]
+        shown = [boost * size for boost, size in zip(boosts, sizes, strict=True)]
+        for part, amount in zip(parts, shown, strict=True):
+            entries[part.name][f"weight_{phase}"] = round(amount / sum(shown), 5)
+
+
 def main() -> None:
     """Write out/pack."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -141,11 +170,7 @@ def main() -> None:
     with multiprocessing.Pool(options.jobs) as pool:
         packed.update(pool.imap_unordered(pack, wanted, chunksize=1))
     entries = {part.name: packed[part.name] for part in PARTS}
-    for phase, boosts in (("main", [part.boost_main for part in PARTS]), ("last", [part.boost_last for part in PARTS])):
-        sizes = [entries[part.name]["tokens"] / (options.scale if part.is_made else 1) for part in PARTS]
-        shown = [boost * size for boost, size in zip(boosts, sizes, strict=True)]
-        for entry, amount in zip(entries.values(), shown, strict=True):
-            entry[f"weight_{phase}"] = round(amount / sum(shown), 5)
+    set_weights(PARTS, entries, options.scale)
     shutil.copytree(own_tokenizer.FOLDER, folder / "tokenizer", dirs_exist_ok=True)
     sources = json.loads((CORPUS / "manifest.json").read_text())
     (folder / "pack.json").write_text(json.dumps({"parts": entries, "sources": sources}, indent=2) + "\n")

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,6 +71,10 @@ class Batch:
 
     def __getitem__(self, rows: slice) -> Batch:
         return Batch(self.ids_BT[rows], self.first_BT[rows], self.learnt_BT[rows])
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ids_BT.numel()
 
     @property
     def goals(self) -> Tensor:
@@ -228,12 +233,15 @@ class Feed:
         *,
         rows_per_batch: int,
         device: torch.device,
-        history: Sequence[int] = (),
+        state: Mapping[str, Any] | None = None,
         ahead: int = 2,
     ) -> None:
-        """`history` lists the phases of the chunks already begun; all but the last are skipped."""
+        """`state` is that of an earlier feed, after which this one continues. Chunks already used are skipped."""
+        history = [] if state is None else state["history"]
         self.phase = history[-1] if history else 0
-        self.history = list(history[:-1])
+        self._skip = 0 if state is None else state["taken"]
+        self.num_phases = len(phases)
+        self.history = list(history[:-1])  # phases of the chunks already begun
         self.taken = 0  # batches of the last chunk in history
         self._packer, self._phases, self._size, self._device = packer, phases, rows_per_batch, device
         for number in self.history:
@@ -248,8 +256,13 @@ class Feed:
             assert rows is not None
             self._queue.put((phase, rows))
 
-    def batches(self, skip: int = 0) -> Iterator[Batch]:
-        """Yield endless batches. The first `skip` of the first chunk are skipped."""
+    def state(self) -> dict[str, Any]:
+        """Return what is needed to continue with the batches that come next."""
+        return {"history": self.history, "taken": self.taken}
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield endless batches."""
+        skip = self._skip
         while True:
             phase, rows = self._queue.get()
             self.history.append(phase)

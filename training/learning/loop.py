@@ -8,18 +8,32 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from training.learning.batches import Batch, Feed, Mixture, Packer, Part
-from training.learning.optimiser import Optimiser, rate_factor
+from training.learning.batches import Feed, Mixture, Packer, Part
+from training.learning.optimiser import Optimiser, Optimisers, rate_factor
 
-LossOf = Callable[[Batch], tuple[Tensor, Tensor]]  # sum of losses, and sum of their weights
+LossOf = Callable[[Any], tuple[Tensor, Tensor]]  # from a batch: the sum of losses, and the sum of their weights
+
+
+class Source(Protocol):
+    """Where batches come from. A batch says how many tokens it has in `num_tokens`."""
+
+    phase: int
+    num_phases: int
+
+    def batches(self) -> Iterator[Any]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+
+SourceOf = Callable[[Mapping[str, Any] | None], Source]  # from the state to continue with, or None
 
 
 @dataclass(frozen=True)
@@ -61,25 +75,22 @@ class Training:
     def __init__(
         self,
         module: nn.Module,
-        optimiser: Optimiser,
+        optimiser: Optimiser | Optimisers,
         loss_of: LossOf,
         settings: Settings,
         *,
-        parts: dict[str, Part],
-        phases: Sequence[Mixture],
+        source_of: SourceOf,
         folder: Path,
         log: Log,
     ) -> None:
         self.module, self.optimiser, self.loss_of, self.settings = module, optimiser, loss_of, settings
         self.step, self.elapsed = 0, 0.0
         self.stop_at: int | None = None  # stop early at this step; the run can be resumed
-        self._phases, self._log = phases, log
+        self._log = log
         self._path = folder / f"{settings.name}.state.pt"
         self._device = next(module.parameters()).device
-        self._packer = Packer(parts, settings.row_len, settings.rows_per_chunk, settings.seed, joined=settings.joined)
-        history, skip = self._resume() if self._path.exists() else ([], 0)
-        self._feed = Feed(self._packer, phases, rows_per_batch=settings.rows_per_batch, device=self._device, history=history)
-        self._batches = self._feed.batches(skip)
+        self.source = source_of(self._resume() if self._path.exists() else None)
+        self._batches = self.source.batches()
 
     @property
     def progress(self) -> float:
@@ -97,19 +108,19 @@ class Training:
             self.optimiser.step(factor)
             sums.append((total.detach(), weight))
             self.step += 1
-            tokens += batch.ids_BT.numel()
+            tokens += batch.num_tokens
             if self.step % settings.log_every == 0:
                 loss = float(sum(total for total, _ in sums) / sum(weight for _, weight in sums))
                 now = time.perf_counter()
                 speed = round(tokens / (now - logged))
                 entry = {"stage": settings.name, "step": self.step, "seconds": round(self.elapsed, 1), "loss": round(loss, 4)}
-                entry["tokens"] = self.step * batch.ids_BT.numel()
-                self._log.write(**entry, rate=round(factor, 4), phase=self._feed.phase, tokens_per_s=speed)
+                entry["tokens"] = self.step * batch.num_tokens
+                self._log.write(**entry, rate=round(factor, 4), phase=self.source.phase, tokens_per_s=speed)
                 sums, logged, tokens = [], now, 0
             now = time.perf_counter()
             self.elapsed = before + now - began
-            if self.progress >= settings.last_phase_from and self._feed.phase + 1 < len(self._phases):
-                self._feed.phase += 1
+            if self.progress >= settings.last_phase_from and self.source.phase + 1 < self.source.num_phases:
+                self.source.phase += 1
             if now - saved > settings.save_every_s:
                 self.save()
                 saved = now
@@ -122,19 +133,29 @@ class Training:
             "optimiser": self.optimiser.state_dict(),
             "step": self.step,
             "elapsed": self.elapsed,
-            "history": self._feed.history,
-            "taken": self._feed.taken,
+            "source": self.source.state(),
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(".new")
         torch.save(state, new)
         new.replace(self._path)
 
-    def _resume(self) -> tuple[list[int], int]:
-        """Load the saved state. Return the phases of the chunks begun and the batches used of the last one."""
+    def _resume(self) -> dict[str, Any]:
+        """Load the saved state. Return that of the source."""
         state = torch.load(self._path, map_location=self._device, weights_only=True)
         self.module.load_state_dict(state["module"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.step, self.elapsed = state["step"], state["elapsed"]
         self._log.write(stage=self.settings.name, step=self.step, event="resumed")
-        return state["history"], state["taken"]
+        found: dict[str, Any] = state["source"]
+        return found
+
+
+def text_source(parts: dict[str, Part], phases: Sequence[Mixture], settings: Settings, device: torch.device) -> SourceOf:
+    """Return the source of packed rows of text."""
+
+    def open_feed(state: Mapping[str, Any] | None) -> Feed:
+        packer = Packer(parts, settings.row_len, settings.rows_per_chunk, settings.seed, joined=settings.joined)
+        return Feed(packer, phases, rows_per_batch=settings.rows_per_batch, device=device, state=state)
+
+    return open_feed

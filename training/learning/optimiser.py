@@ -108,6 +108,24 @@ class Optimiser:
         self._adam.load_state_dict(state["adam"])
 
 
+class Optimisers:
+    """Several optimisers that step together."""
+
+    def __init__(self, *optimisers: Optimiser) -> None:
+        self._all = optimisers
+
+    def step(self, factor: float) -> None:
+        for optimiser in self._all:
+            optimiser.step(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(index): optimiser.state_dict() for index, optimiser in enumerate(self._all)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for index, optimiser in enumerate(self._all):
+            optimiser.load_state_dict(state[str(index)])
+
+
 def rate_factor(progress: float, step: int, *, warmup_steps: int = 50, decay_from: float = 0.5) -> float:
     """Return the rate factor, which warms up, holds, then decays linearly to nearly zero at progress 1."""
     warm = min(1.0, (step + 1) / warmup_steps)

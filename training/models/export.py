@@ -14,9 +14,11 @@ from torch import nn
 
 from training.models.drafters import Assistant, DFlash
 from training.models.model import Block, Target, blocks_of
+from training.models.tower import Seer, Tower
 
+_MULTIMODAL = "model.language_model."  # the decoder's prefix in models with towers
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-Trained = Target | Assistant | DFlash
+Trained = Target | Assistant | DFlash | Seer
 
 
 class Stored(NamedTuple):
@@ -63,11 +65,24 @@ def _block_parameters(block: Block, prefix: str) -> Iterator[Stored]:
     yield Stored(f"{prefix}layer_scalar", block.scalar)
 
 
-def _decoder_parameters(module: Target | Assistant) -> Iterator[Stored]:
-    yield Stored("model.embed_tokens.weight", module.embedding)
-    yield Stored("model.norm.weight", module.final_gain, module.final_constant)
+def _decoder_parameters(module: Target | Assistant, prefix: str = "model.") -> Iterator[Stored]:
+    yield Stored(f"{prefix}embed_tokens.weight", module.embedding)
+    yield Stored(f"{prefix}norm.weight", module.final_gain, module.final_constant)
     for index, block in enumerate(blocks_of(module.blocks)):
-        yield from _block_parameters(block, f"model.layers.{index}.")
+        yield from _block_parameters(block, f"{prefix}layers.{index}.")
+
+
+def _tower_parameters(tower: Tower) -> Iterator[Stored]:
+    yield Stored("model.vision_tower.patch_embedder.input_proj.weight", tower.input)
+    yield Stored("model.vision_tower.patch_embedder.position_embedding_table", tower.position_embedding)
+    yield Stored("model.embed_vision.embedding_projection.weight", tower.project, tower.row_scale)
+    for index, layer in enumerate(tower.layers):
+        prefix = f"model.vision_tower.encoder.layers.{index}."
+        for name, published in _MATRICES.items():
+            yield Stored(f"{prefix}{published}.linear.weight", getattr(layer, name))
+        for name, (published, constant) in _GAINS.items():
+            factor = getattr(layer, constant) if constant else 1.0
+            yield Stored(f"{prefix}{published}.weight", getattr(layer, name), factor)
 
 
 def _dflash_parameters(drafter: DFlash) -> Iterator[Stored]:
@@ -83,6 +98,10 @@ def stored_parameters(module: Trained) -> Iterator[Stored]:
     """Yield every tensor of the module's checkpoint with its parameter."""
     if isinstance(module, DFlash):
         yield from _dflash_parameters(module)
+        return
+    if isinstance(module, Seer):
+        yield from _decoder_parameters(module.target, _MULTIMODAL)
+        yield from _tower_parameters(module.tower)
         return
     yield from _decoder_parameters(module)
     if isinstance(module, Assistant):
@@ -114,8 +133,10 @@ def write_checkpoint(
 
 @torch.no_grad()
 def read_weights(module: Trained, folder: Path) -> None:
-    """Load a checkpoint written by `write_checkpoint` into `module`."""
+    """Load a checkpoint written by `write_checkpoint` into `module`. A target may be in a checkpoint with a tower."""
     tensors = load_file(str(folder / "model.safetensors"))
+    if isinstance(module, Target):
+        tensors = {name.replace(_MULTIMODAL, "model."): tensor for name, tensor in tensors.items()}
     for name, parameter, constant in stored_parameters(module):
         parameter.copy_(tensors[name].to(parameter.device).float() / constant)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,13 @@ def draw(logits_BV: Tensor, sampling: Sampling, generator: torch.Generator | Non
     return ids.gather(1, torch.multinomial(chance, 1, generator=generator)).squeeze(1)
 
 
+class Seen(NamedTuple):
+    """Rows [tokens, D] of a picture for each prompt. They take the place of the tokens `image_id`."""
+
+    features: Sequence[Tensor]
+    image_id: int
+
+
 @torch.no_grad()
 def generate(
     target: Target,
@@ -48,14 +56,15 @@ def generate(
     dtype: torch.dtype,
     generator: torch.Generator | None = None,
     suppress: Sequence[int] = (),
+    seen: Seen | None = None,
 ) -> list[list[int]]:
-    """Return the outputs of the prompts, up to and including the stop token."""
+    """Return the outputs of the prompts, up to and including the stop token. `seen` is what the prompts show."""
     device, window = target.embedding.device, target.shape.window
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     longest = -(-int(lengths.max()) // window) * window
     ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
     rows = torch.arange(len(prompts), device=device)
-    hidden, caches = _prefill(target, ids, longest + max_new, dtype)
+    hidden, caches = _prefill(target, ids, longest + max_new, dtype, seen)
     last_BD = hidden[rows, lengths - 1]
     turn = target.turns(longest + max_new, device)
     stops = torch.tensor(target.shape.eos_token_ids, device=device)
@@ -83,7 +92,7 @@ def _until_stop(tokens: list[int], stops: set[int]) -> list[int]:
     return tokens
 
 
-def _prefill(target: Target, ids_BP: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, list[KV]]:
+def _prefill(target: Target, ids_BP: Tensor, length: int, dtype: torch.dtype, seen: Seen | None) -> tuple[Tensor, list[KV]]:
     """Return the prompts' hidden states and each layer's KV with room for `length` tokens, computed in groups of rows."""
     B, P = ids_BP.shape
     turn = target.turns(P, ids_BP.device)
@@ -96,6 +105,8 @@ def _prefill(target: Target, ids_BP: Tensor, length: int, dtype: torch.dtype) ->
         rows = slice(begin, begin + PREFILL_ROWS)
         ids, first = ids_BP[rows], torch.zeros_like(ids_BP[rows])
         x = target.embed(ids, dtype)
+        if seen is not None:
+            x[ids == seen.image_id] = torch.cat(list(seen.features[rows])).to(dtype)
         for block, cache in zip(blocks_of(target.blocks), caches, strict=True):
             x, kv = block(x, turn[block.kind], first)
             cache.k[rows, :P], cache.v[rows, :P] = kv

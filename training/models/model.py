@@ -247,8 +247,11 @@ class Target(nn.Module):
         return F.embedding(ids, self.embedding).to(dtype) * self.embedding_scale
 
     def forward(self, ids_BT: Tensor, first_BT: Tensor, dtype: torch.dtype, taps: tuple[int, ...] = ()) -> Passed:
-        turn = self.turns(ids_BT.shape[1], ids_BT.device)
-        x = self.embed(ids_BT, dtype)
+        return self.pass_rows(self.embed(ids_BT, dtype), first_BT, taps)
+
+    def pass_rows(self, x: Tensor, first_BT: Tensor, taps: tuple[int, ...] = ()) -> Passed:
+        """Pass input rows [B, T, D], which are embeddings or what a tower has seen."""
+        turn = self.turns(x.shape[1], x.device)
         tapped: dict[int, Tensor] = {}
         shared: dict[str, KV] = {}
         for index, block in enumerate(blocks_of(self.blocks)):

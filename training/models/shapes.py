@@ -1,4 +1,4 @@
-"""Dimensions of the built-in model, its assistant and its DFlash drafter, with the config.json of each."""
+"""Dimensions of the built-in model, its vision tower, its assistant and its DFlash drafter, with the config.json of each."""
 
 from __future__ import annotations
 
@@ -74,8 +74,83 @@ class TargetShape:
             "vocab_size_per_layer_input": self.vocab_size,
         }
 
+    def config(self, tower: TowerShape | None = None) -> dict[str, Any]:
+        """Return config.json, with a tower in the form of multimodal models."""
+        if tower is None:
+            return {"architectures": ["Gemma4ForCausalLM"], **self.text_config()}
+        return {
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "model_type": "gemma4",
+            "dtype": "bfloat16",
+            "text_config": self.text_config(),
+            "vision_config": tower.config(),
+            "audio_config": None,
+            **MEDIA_TOKENS,
+            "eos_token_id": list(self.eos_token_ids),
+            "tie_word_embeddings": True,
+        }
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """A Gemma 4 vision tower, without clip bounds and without standardising."""
+
+    hidden_size: int = 192
+    num_layers: int = 6
+    num_heads: int = 3
+    head_dim: int = 64
+    width: int = 512
+    num_positions: int = 256
+    out_size: int = 256  # the decoder's hidden size
+    patch_size: int = 16
+    pooling: int = 3
+    rope_theta: float = 100.0
+    eps: float = 1e-6
+
     def config(self) -> dict[str, Any]:
-        return {"architectures": ["Gemma4ForCausalLM"], **self.text_config()}
+        return {
+            "model_type": "gemma4_vision",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "dtype": "bfloat16",
+            "head_dim": self.head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": self.hidden_size,
+            "initializer_range": 0.02,
+            "intermediate_size": self.width,
+            "num_attention_heads": self.num_heads,
+            "num_hidden_layers": self.num_layers,
+            "num_key_value_heads": self.num_heads,
+            "patch_size": self.patch_size,
+            "pooling_kernel_size": self.pooling,
+            "position_embedding_size": self.num_positions,
+            "rms_norm_eps": self.eps,
+            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "axial"},
+            "standardize": False,
+            "use_clipped_linears": False,
+        }
+
+
+# Ids that the built-in tokenizer has had from the beginning.
+MEDIA_TOKENS = {
+    "boi_token_id": 110,
+    "eoi_token_id": 111,
+    "image_token_id": 112,
+    "boa_token_id": 113,
+    "eoa_token_index": 114,
+    "audio_token_id": 115,
+    "video_token_id": 116,
+}
+
+
+def processor_config(budget: int) -> dict[str, Any]:
+    """Return processor_config.json: an image and a frame have at most `budget` soft tokens unless a request says otherwise."""
+    common = {"max_soft_tokens": budget, "patch_size": 16, "pooling_kernel_size": 3, "do_resize": True, "do_rescale": True}
+    return {
+        "processor_class": "Gemma4Processor",
+        "image_processor": {"image_processor_type": "Gemma4ImageProcessor", "do_normalize": False, **common},
+        "video_processor": {"video_processor_type": "Gemma4VideoProcessor", "do_normalize": True, **common},
+    }
 
 
 @dataclass(frozen=True)
@@ -158,3 +233,4 @@ MINI_TARGET = TargetShape(
 )
 MINI_ASSISTANT = AssistantShape(hidden_size=16, mlp_width=32)
 MINI_DFLASH = DFlashShape(mlp_width=48, num_heads=4, num_kv_heads=2, head_dim=16, pattern="sg", window=32, taps=(0, 2))
+MINI_TOWER = TowerShape(hidden_size=48, num_layers=2, num_heads=2, head_dim=24, width=64, out_size=64)
