@@ -2,11 +2,11 @@
 VENV ?= .venv
 PYTHON ?= python3
 export PYTHON
+# Tests start hundreds of Python processes, which should not each compile Culet again.
+export PYTHONDONTWRITEBYTECODE =
 BIN = $(VENV)/bin
-# The tests' tensors are small, so one thread per process is fastest. Tests of servers often wait, so four processes suit two cores.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile
 
-.PHONY: help run test test-all test-clients lint format reference site clean
+.PHONY: help run test test-all pytest test-clients lint format reference site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -15,17 +15,19 @@ run:  ## serve the built-in model, ask it something, and show the page's address
 	@scripts/make-venv $(VENV)
 	@$(BIN)/python scripts/first_run.py
 
-test:  ## check format, lint and types, then run the test suite (as CI does)
+test:  ## check format, lint and types beside the test suite (as CI does)
 	@scripts/make-venv $(VENV) test
 	@scripts/get-chromium $(VENV)
-	@$(MAKE) --no-print-directory lint
-	$(PYTEST) -m "not slow and not gpu"
+	@$(MAKE) --no-print-directory -j 2 lint pytest SELECTED="not slow and not gpu"
 
 test-all:  ## the same with long soaks and full test matrices
 	@scripts/make-venv $(VENV) test-all
 	@scripts/get-chromium $(VENV)
-	@$(MAKE) --no-print-directory lint
-	$(PYTEST) -m "not gpu"
+	@$(MAKE) --no-print-directory -j 2 lint pytest SELECTED="not gpu"
+
+# The tests' tensors are small, so one thread per process is fastest. Tests of servers often wait, so four processes suit two cores.
+pytest:
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile -m "$(SELECTED)"
 
 test-clients:  ## run real clients from PyPI and npm against the built-in model (CLIENTS=NAME for some)
 	@scripts/make-venv $(VENV)

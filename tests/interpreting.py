@@ -5,6 +5,7 @@ Triton chooses the interpreter when kernels are imported, so the test file is ru
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -49,5 +50,31 @@ def _patch_once_per_launch() -> None:
     interpreter._patch_lang = patch_once
 
 
+def _skip_overflow_checks() -> None:
+    """Make the interpreter faster: it checks every operation of integers for overflow, but reports it only to debuggers."""
+    from triton.language.semantic import TritonSemantic
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, lhs, rhs, binary_op: None
+
+
+def _describe_types_once() -> None:
+    """Make the interpreter faster: it looks up and names the types of all values again and again."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    def start(self: Any, types: list[Any], fields: list[str] | None = None) -> None:
+        self.types, self.fields = types, fields or [""] * len(types)
+
+    def name(self: Any) -> str:
+        return "[" + ",".join(f"{field}:{kind}" for field, kind in zip(self.fields, self.types, strict=False)) + "]"
+
+    look_up = interpreter._get_np_dtype
+    look_up_once = functools.cache(look_up)
+    core.tuple_type.__init__, core.tuple_type.name = start, property(name)
+    interpreter._get_np_dtype = lambda kind: look_up(kind) if kind.scalar.is_ptr() else look_up_once(kind.scalar)
+
+
 if INTERPRETED:
     _patch_once_per_launch()
+    _skip_overflow_checks()
+    _describe_types_once()

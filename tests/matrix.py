@@ -22,10 +22,11 @@ def default_cases(lengths: Sequence[int]) -> set[tuple[int, ...]]:
     }
 
 
-def matrix(axes: Axes) -> pytest.MarkDecorator:
+def matrix(axes: Axes, *, fixtures: Sequence[str] = ()) -> pytest.MarkDecorator:
     """Parametrise a test by all combinations of the axes' values. All but a few default cases are slow.
 
-    An axis has one name, or several ("tokens, size") with tuples as values. The values may have names of their own.
+    An axis has one name, or several ("tokens, size") with tuples as values. The values may have names of their own. Axes in
+    `fixtures` are fixtures, which get the values as their parameter.
     """
     values = [list(axis.values()) if isinstance(axis, Mapping) else list(axis) for axis in axes.values()]
     ids = [list(axis) if isinstance(axis, Mapping) else list(map(str, axis)) for axis in axes.values()]
@@ -41,4 +42,4 @@ def matrix(axes: Axes) -> pytest.MarkDecorator:
                 marks=() if place in default else pytest.mark.slow,
             )
         )
-    return pytest.mark.parametrize(", ".join(axes), cases)
+    return pytest.mark.parametrize(", ".join(axes), cases, indirect=list(fixtures))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from culet import hardware
+from culet.kernels.beside_steps import is_beside_steps
 from culet.log import logger
 
 # In measurements, the merged projections of the 31B are 2 to 7 % faster at 8000 tokens. Narrower ones (o, down) gain nothing.
@@ -44,10 +45,10 @@ class CublasError(Exception):
 
 
 def product(x_MK: Tensor, weight_NK: Tensor) -> Tensor | None:
-    """Return x @ weight^T, or None if torch's kernel is as good or this one is not available."""
+    """Return x @ weight^T, or None if torch's kernel is as good or this one, which has one workspace, is not available."""
     (num_tokens, size_k), num_outputs = x_MK.shape, weight_NK.shape[0]
     is_large = num_tokens >= MIN_TOKENS and num_outputs >= MIN_OUTPUTS and size_k >= MIN_INPUTS
-    if not is_large or num_tokens % TOKEN_STEP or not _is_supported(x_MK, weight_NK):
+    if not is_large or is_beside_steps() or num_tokens % TOKEN_STEP or not _is_supported(x_MK, weight_NK):
         return None
     cublas = _on_device(x_MK.get_device())
     if cublas is None or cublas.is_broken:

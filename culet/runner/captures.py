@@ -8,6 +8,12 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+STEP_PRIORITY = -1  # of steps. Towers have 0, so wherever both have kernels that could start, those of the step do.
+
+
+def step_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream for steps. The kernels of a graph have the priority of the stream that captured it."""
+    return torch.cuda.Stream(device, priority=STEP_PRIORITY)
 
 
 class Captures:
@@ -17,7 +23,7 @@ class Captures:
         self.device = device
         self._memory: Any = torch.cuda.graph_pool_handle()
         # All captures use one stream, because libraries keep a workspace for each stream.
-        self._stream = torch.cuda.Stream(device)
+        self._stream = step_stream(device)
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Return the graph of one call, and the call's result, which every replay writes to the same place."""

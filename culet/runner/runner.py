@@ -3,7 +3,7 @@
 `Runner.launch` gives a step to the device and returns at once. `Pending.result` waits for that step, but not for steps launched
 after it. Steps run in the order in which they are launched, so the next one may be launched before a result is read.
 
-`launch` reads top to bottom. The parts that it calls do not call back, and share only the buffers that they are given:
+`_launch` reads top to bottom. The parts that it calls do not call back, and share only the buffers that they are given:
 
     target         the model, its KV pages and attention backends
     fill           rows -> ForwardBatch, for steps of any shape
@@ -20,7 +20,7 @@ Shapes: S slots · L a slot's tokens · G groups of draws, one per slot that dra
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
@@ -35,7 +35,7 @@ from culet.cache.pool import Pool
 from culet.drafters.base import ABSTAINED, Drafter
 from culet.kernels.host_transfer import HostCopy, on_device
 from culet.models.gemma4 import Gemma4
-from culet.runner.captures import Captures
+from culet.runner.captures import Captures, step_stream
 from culet.runner.checks import check_deferred, check_step
 from culet.runner.clock import DeviceClock
 from culet.runner.deferred_kv import DeferredKV, DeferredWrite, keeps_features
@@ -92,6 +92,7 @@ class Runner:
         self.media = SlotMedia(frozenset(), ImageMask.CAUSAL, None)
         self.clock = DeviceClock(device)
         self.fixed: FixedShapes | None = None
+        self._stream: torch.cuda.Stream | None = None  # of steps; None means torch's default
 
     # Preparation
 
@@ -120,11 +121,22 @@ class Runner:
         store = None if encoder is None else FeatureStore(encoder, self.target.device)
         self.media = SlotMedia(placeholder_ids, mask, store)
 
+    def run_before_towers(self) -> None:
+        """From now on, run steps on a stream with a higher priority than that of towers. Call after everything is prepared.
+
+        No stream has a lower priority than torch's default, so steps leave it. Their activations need memory of their own,
+        because the allocator keeps what it has for the stream that used it.
+        """
+        torch.cuda.synchronize(self.target.device)
+        torch.cuda.empty_cache()
+        self._stream = step_stream(self.target.device)
+
     def force_accepted(self, count: int) -> None:
         """Make every verify keep `count` drafts, or all if it has fewer. This is for measurements. The output is nonsense."""
         self.draws.accept = force_accepted(count)
         if self.fixed is not None and self.fixed.draws is not None:
-            self.fixed.draws.forced_1.fill_(count)
+            with self._on_stream():
+                self.fixed.draws.forced_1.fill_(count)
 
     # A step
 
@@ -138,6 +150,13 @@ class Runner:
 
         Wait for the device only if the step has open rows and no graph serves it, to learn where they begin.
         """
+        with self._on_stream():
+            return self._launch(plan)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _launch(self, plan: StepPlan) -> Pending:
         self._check(plan)
         if self.deferred is not None:
             self._write_deferred(plan, self.deferred, self.deferred.ledger.due_before(plan))

@@ -147,7 +147,9 @@ class GrammarCompiler:
         else:
             phase = Phase.START if spec is not None and spec.after_thought and vocabulary.thought_ids else Phase.DOCUMENT
         grammar, first_W = (None, None) if spec is None else self.compile(spec)[:2]
-        if grammar is not None and not is_free:
+        if is_free:
+            first_W = None  # of a spec with the same text that holds from the start
+        elif grammar is not None:
             grammar = grammar.deep_copy()
         matcher = Matcher(vocabulary, grammar, phase, rules, on_call=spec is not None and spec.on_call, first_W=first_W)
         matcher.accept(token_ids[prompt_len:])

@@ -48,7 +48,13 @@ from culet.kernels.types import (
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
 FEW_ARCHITECTURES = (80, 90)  # for kernels without tensor cores or large tiles: one without and one with dependent launch
+OTHERS = (89, 100, 120)
 EPS = 1e-6
+
+
+def some_architectures(index: int) -> tuple[int, ...]:
+    """Return the architectures for which kernel number `index` is compiled by default. Over all kernels, these are all."""
+    return (*FEW_ARCHITECTURES, OTHERS[index % len(OTHERS)])
 
 
 def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -99,8 +105,14 @@ TILED: dict[str, Callable[..., Launch]] = {
 }
 
 
-@pytest.mark.parametrize("capability", ARCHITECTURES)
-@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        pytest.param(name, capability, marks=() if capability in some_architectures(index) else pytest.mark.slow)
+        for index, name in enumerate(TILED)
+        for capability in ARCHITECTURES
+    ],
+)
 def test_tiled_kernels_fit(name: str, capability: int) -> None:
     launch = TILED[name](pdl=capability >= 90, shared=SHARED_BYTES[capability])
     compiled = compile_for(launch, capability)
@@ -233,9 +245,15 @@ def round_launches(pdl: bool) -> Iterator[Launch]:
         yield draft_head.describe_beside(candidates, long, hidden, meta(262144, wide), 73.5, out, pdl)
 
 
+WHOLE = [False, pytest.param(True, marks=pytest.mark.slow)]  # whether every kernel is compiled for every architecture
+
+
 @pytest.mark.parametrize("capability", ARCHITECTURES)
-def test_rounds_compile(capability: int) -> None:
-    for launch in round_launches(capability >= 90):
+@pytest.mark.parametrize("is_whole", WHOLE)
+def test_rounds_compile(capability: int, is_whole: bool) -> None:
+    for index, launch in enumerate(round_launches(capability >= 90)):
+        if not is_whole and capability not in some_architectures(index):
+            continue
         compiled = compile_for(launch, capability)
         assert compiled.metadata.shared <= SHARED_BYTES[89], f"{launch.kernel.__name__} takes too much shared memory"
 
@@ -252,8 +270,11 @@ HEADS = [
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
-def test_heads_compile(capability: int) -> None:
-    for vocab, size, rows in HEADS:
+@pytest.mark.parametrize("is_whole", WHOLE)
+def test_heads_compile(capability: int, is_whole: bool) -> None:
+    for index, (vocab, size, rows) in enumerate(HEADS):
+        if not is_whole and capability not in some_architectures(index):
+            continue
         num_rows = torch.Size(rows).numel()
         out = floats(num_rows, vocab // 64), meta(num_rows, vocab // 64, dtype=torch.int64)
         cap = 30.0 if len(rows) > 1 else None
@@ -267,7 +288,7 @@ def e4m3_head(rows: int, capability: int) -> Launch:
     return draft_head.describe_head(meta(rows, 1024), table, floats(262144), None, out, capability >= 90)
 
 
-@pytest.mark.parametrize("capability", [89, 90, 100])
+@pytest.mark.parametrize("capability", [89, 90, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_head_in_e4m3_compiles(capability: int) -> None:
     for rows in (3, 64):
         assert compile_for(e4m3_head(rows, capability), capability).metadata.shared <= SHARED_BYTES[capability]

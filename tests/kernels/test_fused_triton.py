@@ -171,6 +171,8 @@ else:
         w = [weight(size) for _ in range(4)]
         scalar = torch.tensor([0.7])
         assert_close(residual.rms_norm(x, w[0], EPS), eager_ops.rms_norm(x, w[0], EPS))
+        with pytest.raises(AssertionError, match="must be adjacent"):
+            residual.rms_norm(torch.randn(size, 3).t(), w[0], EPS)
         assert_close(residual.sum_norms(a, b, w[0], w[1], EPS), eager_ops.sum_norms(a, b, w[0], w[1], EPS))
         for factor in (None, scalar):
             for following in (None, w[1]):

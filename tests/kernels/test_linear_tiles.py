@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from culet.hardware import SHARED_BYTES
+from culet.kernels.beside_steps import beside_steps
 from culet.kernels.replay import is_replayed, replayed
 from culet.kernels.triton.launch import cdiv
 from culet.kernels.triton.linear import few_tokens
@@ -142,6 +143,14 @@ def one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def kernel_of(x: torch.Tensor, weight: torch.Tensor) -> str:
     tile = few_tokens._tile_for(x, weight, weight.shape[0], PLAIN)
     return "cublas" if tile is None else tile.kernel
+
+
+def test_launches_beside_steps_use_torch() -> None:
+    """The kernels for few tokens share their memory with those of a step, which may run at the same time."""
+    assert kernel_of(tensor(8, 2560), tensor(3072, 2560)) == "tiles"
+    with beside_steps(), replayed():
+        assert kernel_of(tensor(8, 2560), tensor(3072, 2560)) == "cublas"
+    assert kernel_of(tensor(8, 2560), tensor(3072, 2560)) == "tiles"
 
 
 @pytest.mark.parametrize("num_tokens", [8, 32, 80])

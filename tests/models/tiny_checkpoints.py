@@ -59,11 +59,11 @@ _TEXT: dict[str, dict[str, Any]] = {
     | _SMALL
     | {"num_key_value_heads": 1, "layer_types": _kinds(4, 3), "num_kv_shared_layers": 10, "use_double_wide_mlp": True},
     "E4B": _BASE | _SMALL | {"layer_types": _kinds(5, 3), "num_kv_shared_layers": 6},
-    "12B": _BASE | _LARGE | {"layer_types": _kinds(5, 2), "num_global_key_value_heads": 1},
+    "12B": _BASE | _LARGE | {"layer_types": _kinds(2, 2), "num_global_key_value_heads": 1},
     "26B-A4B": _BASE
     | _LARGE
     | {
-        "layer_types": _kinds(5, 2),
+        "layer_types": _kinds(2, 2),
         "num_global_key_value_heads": 2,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -76,7 +76,7 @@ _TEXT: dict[str, dict[str, Any]] = {
     "31B": _BASE
     | _LARGE
     | {
-        "layer_types": _kinds(5, 2),
+        "layer_types": _kinds(2, 2),
         "num_global_key_value_heads": 2,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,

@@ -39,7 +39,7 @@ def write_model(folder: Path, shape: str) -> str:
     heads["intermediate_size"] = 256
     if shape == "26B-A4B":
         heads["moe_intermediate_size"] = 128  # int4 groups of 32 divide a rank's part
-    path = write_checkpoint(folder / shape, shape, overrides=heads, dtype=torch.float32)
+    path = write_checkpoint(folder / shape, shape, overrides=heads, dtype=torch.float32, towers=True)
     file = path / "model.safetensors"
     tensors = load_file(file)
     factors = {".q_norm.weight": 1 / 3, "language_model.norm.weight": 1 / 4}

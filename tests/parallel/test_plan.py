@@ -75,14 +75,16 @@ def test_the_plan_of_four_gpus() -> None:
     one, four = (json.loads(run_plan(*arguments, "--tensor-parallel-size", str(count))) for count in (1, 4))
     assert one["ranks"] is None
     ranks = four["ranks"]
-    assert ranks["weight_bytes"] == four["fits"][0]["weight_bytes"]
     assert one["weights"] == four["weights"]
-    assert ranks["weight_bytes"] == pytest.approx(one["fits"][0]["weight_bytes"] / 4, rel=0.01)
+    text, everything = four["fits"][0], four["fits"][2]
+    assert (text["text_only"], everything["text_only"], everything["latent"]) == (True, False, True)
+    assert text["weight_bytes"] == pytest.approx(one["fits"][0]["weight_bytes"] / 4, rel=0.01)
+    assert ranks["weight_bytes"] == everything["weight_bytes"] == text["weight_bytes"] + one["weights"]["tower_bytes"]
     shared = {share["part"]: share["how"] for share in ranks["weights"]}
     assert shared["token embedding"] == "by vocabulary"
     assert shared["attention"] == "by heads"
     assert shared["dense MLP"] == "by width"
-    assert shared["norms"] == "whole on each rank"
+    assert shared["norms"] == shared["vision tower"] == "whole on each rank"
     assert [group["how"] for group in ranks["cache"]] == ["by heads", "by heads"]
     assert [group["num_kv_heads"] for group in four["attention"]] == [4, 1]
     first = ranks["exchanges"][0]

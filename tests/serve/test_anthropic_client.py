@@ -25,7 +25,8 @@ CALL = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>'
 
 
 def client_of(server: Running) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key=server.key, max_retries=0)
+    http_client = anthropic.DefaultHttpxClient(verify=False)
+    return anthropic.Anthropic(base_url=server.url, api_key=server.key, max_retries=0, http_client=http_client)
 
 
 def test_messages(fake: Running) -> None:

@@ -147,7 +147,7 @@ def test_a_second_signal_stops_immediately(scripted: Callable[..., Running]) -> 
             source = events(response)
             next(source)
             server.signal(signal.SIGINT)
-            wait_for(lambda: httpx.get(f"{server.url}/ready").status_code == 503, 5, "the drain")
+            wait_for(lambda: httpx.get(f"{server.url}/ready", verify=False).status_code == 503, 5, "the drain")
             server.signal(signal.SIGINT)
             assert "shutting down" in list(source)[-2]
         assert server.wait(5) == 0

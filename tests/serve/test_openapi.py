@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -17,6 +18,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
+from culet.testing.tiny import write_checkpoint
+from culet.text.tokenizer import Tokenizer
+from tests.serve.media.test_audio import recording
 from tests.serve.running import Running
 
 LIMIT_S = 60.0  # per answer, on a busy machine
@@ -126,3 +130,29 @@ def test_generated_requests(scripted: Callable[..., Running]) -> None:
 @pytest.mark.timeout(3600)
 def test_two_thousand_generated_requests(scripted: Callable[..., Running]) -> None:
     check(scripted, NUM_FULL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_generated_forms(tmp_path: Path) -> None:
+    """The model of the other tests does not hear. This one does, and half of the forms have a recording that can be read."""
+    speech = recording()
+
+    def hear(case: Any) -> Any:
+        case = _plausible(case)
+        if isinstance(case.body, dict):
+            case.body["file"] = speech
+        return case
+
+    folder = write_checkpoint(tmp_path, "E4B", towers=True)
+    with Running(folder, script={"answers": [Tokenizer(folder).encode("A gem.<turn|>")]}) as server:
+        schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
+        operations = [found for result in schema.get_all_operations() if (found := result.ok()).path.startswith("/v1/audio/")]
+        assert len(operations) == 2
+        for operation in operations:
+            good, bad = operation.as_strategy(GenerationMode.POSITIVE), operation.as_strategy(GenerationMode.NEGATIVE)
+            statuses: Counter[int] = Counter()
+            _run(server, st.one_of(good.map(hear), good.map(hear), good, bad), 150, statuses)
+            assert min(statuses[200], statuses[400]) > 20, statuses
+        server.check_well()
+        assert "Traceback" not in server.log()

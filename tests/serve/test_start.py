@@ -75,11 +75,12 @@ def test_summary_and_endpoints(folder: Path) -> None:
     process = subprocess.Popen(
         [*command, *settings], stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
+    get = httpx.Client(base_url=f"http://127.0.0.1:{port}", verify=False).get
     try:
 
         def status(path: str) -> int:
             try:
-                return httpx.get(f"http://127.0.0.1:{port}{path}").status_code
+                return get(path).status_code
             except httpx.TransportError:
                 return 0
 
@@ -87,7 +88,6 @@ def test_summary_and_endpoints(folder: Path) -> None:
         assert status("/health") in (200, 503)
         wait_for(lambda: status("/health") == 200, 60, "the model")
         assert status("/ready") == 200
-        get = httpx.Client(base_url=f"http://127.0.0.1:{port}").get
         assert [card["id"] for card in get("/v1/models").json()["data"]] == ["gemma", "other"]
         assert get("/plan.svg").text.startswith("<svg")
         assert set(get("/version").json()) == {"version"}

@@ -15,6 +15,7 @@ from culet.child import child_environment, python_command
 from culet.structured.check import GrammarCheck
 from culet.text.template import ChatTemplate
 from culet.types import GrammarSpec
+from tests.matrix import matrix
 
 ROOT = Path(culet.__file__).parents[1]
 MODULES = ("torch", "jinja2", "llguidance", "msgspec", "click", "numpy", "json", "typing")
@@ -92,8 +93,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
-@pytest.mark.parametrize("as_module", [True, False])
-@pytest.mark.parametrize("path", ["", ":", ":/nowhere:", "::/nowhere", ":."])
+@matrix({"path": ["", ":", ":/nowhere:", "::/nowhere", ":."], "as_module": [True, False]})
 def test_the_program_itself(trap: Path, installed: dict[str, str], path: str, *, as_module: bool) -> None:
     for name in EARLY:
         (trap / f"{name}.py").unlink()

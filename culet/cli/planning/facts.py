@@ -247,17 +247,19 @@ def weights_of(facts: Facts) -> dict[str, Any]:
     }
 
 
-def shares_of(facts: Facts) -> list[Share]:
-    """Return how ranks share the weights of the text decoder and the drafter."""
+def shares_of(facts: Facts, *, text_only: bool = False) -> list[Share]:
+    """Return how ranks share the weights of the text decoder, the drafter and, unless `text_only`, the loaded towers."""
     sizes = part_bytes(facts.spec, facts.values, _ITEMSIZES[facts.dtype], facts.config.model.quantization)
     shares = weight_shares(facts.spec, facts.layout, sizes, facts.num_ranks)
     drafter, size = facts.drafter, draft_bytes(facts)
-    if drafter is None or not size:
-        return shares
-    if drafter.reads_target_pages:
+    if drafter is not None and size and drafter.reads_target_pages:
         shares.append(Share(drafter.method, "like the target", "it reads the target's pages", size // facts.num_ranks))
-    else:
+    elif drafter is not None and size:
         shares.append(Share(drafter.method, "whole on each rank", "it is small and has its own KV", size))
+    if not text_only:
+        towers = weights_of(facts)["towers"].items()
+        loaded = {f"{part} tower": tower["bytes"] for part, tower in towers if tower["is_loaded"]}
+        shares += [Share(part, "whole on each rank", "every rank encodes every item", size) for part, size in loaded.items()]
     return shares
 
 
@@ -310,9 +312,8 @@ def _cache(facts: Facts, latent: bool) -> dict[str, Any]:
 
 def fit_of(facts: Facts, text_only: bool, latent: bool) -> dict[str, Any]:
     """Return what fits into memory, with or without the towers that the settings want, and with or without the latent."""
-    schedule, weights, itemsize = facts.config.schedule, weights_of(facts), _ITEMSIZES[facts.dtype]
-    own_bytes = sum(share.rank_bytes for share in shares_of(facts))
-    weight_bytes = own_bytes + (0 if text_only else weights["tower_bytes"])
+    schedule, itemsize = facts.config.schedule, _ITEMSIZES[facts.dtype]
+    weight_bytes = sum(share.rank_bytes for share in shares_of(facts, text_only=text_only))
     working = working_bytes(
         facts.spec,
         itemsize,

@@ -269,15 +269,21 @@ def _size_cache(
     )
     with times.part("kernels"):
         rehearsal.compile_kernels()
-    if given is not None:
-        return given
+        if given is not None:
+            _rehearse_towers(setup, towers)
+            return given
     with times.part("memory rehearsal"):
-        needs = rehearsal.measure()
-        if towers is not None:
-            activations = memory.measure_peak(setup.device, partial(towers.encode, memory.heaviest_images(towers.kinds)))
-            needs = replace(needs, media=setup.config.media.media_cache_memory_bytes + activations)
+        needs = replace(rehearsal.measure(), media=_rehearse_towers(setup, towers))
     utilization = config.cache.gpu_memory_utilization
     return memory.slabs_for_gpu(layout, setup.device, utilization=utilization, free_before=free_bytes, needs=needs)
+
+
+def _rehearse_towers(setup: Setup, towers: Towers | None) -> int:
+    """Encode the heaviest images, which also compiles the towers' kernels. Return the GPU bytes that media need."""
+    if towers is None:
+        return 0
+    activations = memory.measure_peak(setup.device, partial(towers.encode, memory.heaviest_images(towers.kinds)))
+    return setup.config.media.media_cache_memory_bytes + activations
 
 
 def _sampling(setup: Setup) -> Sampling:
@@ -353,6 +359,8 @@ def _capture_graphs(setup: Setup, runner: Runner) -> None:
 
 def _use_media(setup: Setup, runner: Runner, towers: Towers | None) -> None:
     runner.use_media(towers, placeholder_ids(setup.checkpoint.config, setup.spec.vocab_size), _image_mask(setup))
+    if towers is not None and setup.is_gpu:
+        runner.run_before_towers()
 
 
 def _image_mask(setup: Setup) -> ImageMask:

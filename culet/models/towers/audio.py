@@ -146,7 +146,8 @@ class LightConvolution(Layer):
         # The last weight of the convolution belongs to the frame itself.
         weight_WD = self.conv[:, 0].flip(-1).t().float()
         y_TWD = y_TD[seen.index_TW].float().mul_(seen.is_seen_TW[..., None])
-        y_TD = torch.einsum("twd,wd->td", y_TWD, weight_WD).to(x_TD.dtype)
+        # The sum lies column by column, and kernels read rows.
+        y_TD = torch.einsum("twd,wd->td", y_TWD, weight_WD).to(x_TD.dtype).contiguous()
         return self.end.linear(F.silu(self.ops.rms_norm(y_TD, self.conv_norm, self.eps))).add_(x_TD)
 
 

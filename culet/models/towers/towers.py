@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from culet.errors import InternalError
+from culet.kernels.beside_steps import beside_steps
 from culet.layers.layer import Layer
 from culet.layers.weight.weights import Weights
 from culet.media.items import MediaItem, MediaKind
@@ -60,10 +61,11 @@ class Towers(Layer):
         On a GPU, this only launches kernels. Items of one kind share passes, each of a bounded size.
         """
         rows: list[Tensor | None] = [None] * len(items)
-        for indices in self._passes(items):
-            tower = self._tower_for(items[indices[0]])
-            for index, found in zip(indices, tower.encode([items[index] for index in indices]), strict=True):
-                rows[index] = found
+        with beside_steps():
+            for indices in self._passes(items):
+                tower = self._tower_for(items[indices[0]])
+                for index, found in zip(indices, tower.encode([items[index] for index in indices]), strict=True):
+                    rows[index] = found
         return [found for found in rows if found is not None]
 
     def _passes(self, items: Sequence[MediaItem]) -> Iterator[list[int]]:

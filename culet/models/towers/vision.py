@@ -16,8 +16,9 @@ from culet.layers.rope import inverse_frequencies
 from culet.layers.weight.base import Projection
 from culet.layers.weight.weights import Weights
 from culet.media.items import MediaItem
+from culet.models.towers.graphs import PassGraphs
 from culet.models.towers.linear import UNBOUNDED, Projector, TowerLinear
-from culet.models.towers.packing import CHANNELS, pack_images, pixel_values
+from culet.models.towers.packing import CHANNELS, PackedImages, pack_images, pixel_values
 from culet.models.towers.spec import MAX_PATCHES, VisionSpec
 
 
@@ -110,6 +111,7 @@ class VisionTower(Layer):
         self.inv_freq = inverse_frequencies(spec.rope_theta, half, half, 1.0, weights.device)
         # The network was trained on 2 (x - 0.5), rounded once.
         self.values = (2 * (pixel_values() - 0.5)).to(weights.dtype).to(weights.device)
+        self._graphs = PassGraphs(weights.device) if weights.device.type == "cuda" else None
 
     max_cost = MAX_PATCHES
 
@@ -121,15 +123,20 @@ class VisionTower(Layer):
         """Return the rows [num_tokens, D] of each image."""
         spec = self.spec
         packed = pack_images(images, spec.patch_size, spec.pooling, spec.num_positions, self.device)
+        rows_MD = self.run_pass(packed) if self._graphs is None else self._graphs.run(packed, self.run_pass)
+        return list(rows_MD.split([item.num_tokens for item in images]))
+
+    def run_pass(self, packed: PackedImages) -> Tensor:
+        """Return the rows [M, D] of packed images."""
         patches_TV = self.values[packed.levels_TV]
         x_TD = self.input.linear(patches_TV).add_(self.positions[0][packed.x_T].add_(self.positions[1][packed.y_T]))
         rope = self.rope(packed.x_T, packed.y_T)
-        normed: Tensor | None = self.ops.rms_norm(x_TD, self._layers[0].input_norm, spec.rms_eps)
+        normed: Tensor | None = self.ops.rms_norm(x_TD, self._layers[0].input_norm, self.spec.rms_eps)
         for index, layer in enumerate(self._layers):
             next_norm = self._layers[index + 1].input_norm if index + 1 < len(self._layers) else None
             x_TD, normed = layer(x_TD, normed, next_norm, rope, packed.lengths)
         rows_MD: Tensor = self.projector(self.pool(x_TD))
-        return list(rows_MD.split([item.num_tokens for item in images]))
+        return rows_MD
 
     def rope(self, x_T: Tensor, y_T: Tensor) -> Rope:
         """Return the rotation of each patch: the first half of the pairs by its column, the second by its row."""

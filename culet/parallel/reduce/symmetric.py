@@ -37,6 +37,7 @@ class SymmetricMemory:
     handle: Any  # torch's, which has the addresses of all buffers
     group_name: str
     peers: PeerBuffers
+    owners: tuple[Any, ...]  # of the memory of `peers`, whose tensors do not keep it
 
     @classmethod
     def open(
@@ -67,7 +68,7 @@ class SymmetricMemory:
         addresses = torch.tensor([tensor.data_ptr() for tensor in (*data, *arrived)], dtype=torch.int64, device=device)
         turn = torch.zeros(num_rows, dtype=torch.int32, device=device)
         peers = PeerBuffers(rank.index, tuple(data), tuple(arrived), turn, addresses, is_pushed=False)
-        return cls(buffer, handle, group.group_name, peers)
+        return cls(buffer, handle, group.group_name, peers, (rows, rows_handle))
 
     def in_direction(self, direction: str) -> SymmetricMemory:
         """Return the same memory, with fused sums whose terms are moved by their writers (PUSH) or by their readers."""

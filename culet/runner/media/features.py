@@ -1,7 +1,8 @@
 """The features of media by content key, and the encoder that computes them beside steps.
 
-On a GPU, towers run on a stream of their own, and an event marks when their features are ready. Steps go on meanwhile, because
-the scheduler lets a row read features only after a result has reported them. On a CPU, features are ready at once.
+On a GPU, towers run on a stream of their own, with a lower priority than steps, and an event marks when their features are
+ready. Steps go on meanwhile, because the scheduler lets a row read features only after a result has reported them. On a CPU,
+features are ready at once.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class FeatureStore:
 
     def __init__(self, encoder: Encoder, device: torch.device) -> None:
         self._encoder = encoder
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
         self._features: dict[bytes, _Features] = {}
         self._unreported: deque[_Encoding] = deque()  # oldest first
 

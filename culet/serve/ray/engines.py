@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from culet.log import logger
 from culet.serve.engines.supervised import SupervisedEngine
 from culet.serve.process.client import State, TokenStream
 from culet.serve.process.wire import Ready, Stats
-from culet.serve.ray.messages import Log, Order, Part, Route
+from culet.serve.ray.messages import Log, Part, Route, pack_order
 from culet.types import FinishReason, Request
 
 _POLL_S = 1.0  # between questions to a replica about its cache
@@ -180,9 +179,8 @@ class RayEngines:
         request = stream.request
         content = PrefixContent(request.cache_salt, request.media)
         left_s = _DEFAULT_LEFT_S if request.deadline is None else max(0.0, request.deadline - time.monotonic())
-        encode = partial(msgspec.msgpack.encode, Order(request, left_s))
-        payload = await asyncio.to_thread(encode) if request.items else encode()  # media may be megabytes
-        parts = self._handle.options(stream=True).generate.remote(self._route(request, content), payload)
+        order = pack_order(request, left_s)
+        parts = self._handle.options(stream=True).generate.remote(self._route(request, content), *order)
         place: _Known | None = None
         has_begun = is_over = False
         try:

@@ -1,9 +1,17 @@
-"""What the ingress and the engine replicas send each other, as msgpack."""
+"""What the ingress and the engine replicas send each other, as msgpack.
+
+The content of media may be megabytes, and packing it would hold up everything else in the process. So it goes beside the
+message, in buffers that Ray copies into its object store without Python's lock and that a replica reads where they are.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pickle import PickleBuffer
+from typing import cast
 
+import msgspec
 from msgspec import Struct
 
 from culet.cache.changes import PrefixChange
@@ -23,10 +31,29 @@ class Route:
 
 
 class Order(Struct, frozen=True):
-    """A request. Clocks differ between machines, so the time that is left replaces its deadline."""
+    """A request without the content of its media. Clocks differ between machines, so the time left replaces its deadline."""
 
     request: Request
     left_s: float
+
+
+_order_decoder = msgspec.msgpack.Decoder(Order)
+
+
+def pack_order(request: Request, left_s: float) -> tuple[bytes, list[PickleBuffer]]:
+    """Return an order, and the contents of its media."""
+    items = tuple([replace(item, data=b"") for item in request.items])
+    order = msgspec.msgpack.encode(Order(replace(request, items=items), left_s))
+    return order, [PickleBuffer(item.data) for item in request.items]
+
+
+def unpack_order(order: bytes, contents: Sequence[PickleBuffer]) -> Order:
+    """Return the order with the contents of its media, which are views of Ray's memory."""
+    found = _order_decoder.decode(order)
+    pairs = zip(found.request.items, contents, strict=True)
+    # Nobody changes content, and everybody who reads it accepts a view.
+    items = tuple([replace(item, data=cast("bytes", memoryview(content))) for item, content in pairs])
+    return Order(replace(found.request, items=items), found.left_s)
 
 
 class Part(Struct, frozen=True):

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from pickle import PickleBuffer
 
 import msgspec
 from ray import serve
@@ -20,13 +21,12 @@ from culet.log import setup_logging
 from culet.serve.engines.supervised import SupervisedEngine
 from culet.serve.process.client import EngineClient, TokenStream
 from culet.serve.process.wire import Start
-from culet.serve.ray.messages import Log, Order, Part, Route
+from culet.serve.ray.messages import Log, Part, Route, unpack_order
 from culet.types import FinishReason
 
 _MAX_LOG = 1 << 16  # changes that are kept for those who ask late
 _METRICS_PERIOD_S = 1.0
 _RESTART_POLL_S = 0.1
-_order_decoder = msgspec.msgpack.Decoder(Order)
 
 
 class EngineReplica:
@@ -49,9 +49,9 @@ class EngineReplica:
         """Return the facts about the model."""
         return msgspec.msgpack.encode(self._engine.facts)
 
-    async def generate(self, route: Route, payload: bytes) -> AsyncIterator[bytes]:
+    async def generate(self, route: Route, packed: bytes, contents: Sequence[PickleBuffer]) -> AsyncIterator[bytes]:
         """Answer a request. If the caller cancels this, the engine ends it before its next step."""
-        order = _order_decoder.decode(payload)
+        order = unpack_order(packed, contents)
         name, deadline = order.request.request_id, time.monotonic() + order.left_s
         while not (self._engine.is_ready or self._engine.is_given_up):
             await asyncio.sleep(_RESTART_POLL_S)

@@ -21,9 +21,10 @@ MISTAKES = {
     "wrong": lambda place: 1,
     "mixed": lambda place: int(place % 5 == 0 or place % 7 == 0),
 }
+SHAPES = ["E2B", "31B"]
 
 
-@pytest.fixture(scope="module", params=["E2B", "31B"])
+@pytest.fixture(scope="module", params=SHAPES)
 def pair(request, tmp_path_factory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("pair"), request.param)
 
@@ -48,7 +49,7 @@ def told_all(asked, out) -> dict[int, list[int]]:
     return told(sorted(asked, key=lambda request: len(request.prompt_token_ids)), out)
 
 
-@pytest.mark.parametrize("budget", [13, 200])
+@matrix({"pair": SHAPES, "budget": [13, 200]}, fixtures=["pair"])
 def test_blocks_of_a_batch(pair, budget):
     """Different lengths run side by side, at once and in chunks. A random drafter is wrong, so every draft is rejected."""
     expected = Rig(pair, drafts=False).run(*requests())
@@ -59,7 +60,7 @@ def test_blocks_of_a_batch(pair, budget):
     rig.check_pages()
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@matrix({"mistake": list(MISTAKES), "pair": SHAPES}, fixtures=["pair"])
 def test_blocks_after_acceptance(pair, mistake):
     """Drafts are accepted, rejected, or both. The context is that of the tokens that were kept."""
     asked = requests(40)
@@ -147,13 +148,13 @@ def test_drafts_after_pauses(default_pair, monkeypatch, is_fixed, ahead):
     assert all(outcome == first for outcome in rest)
 
 
-def test_deferred_kv_that_is_never_written_fails(pair, monkeypatch):
+def test_deferred_kv_that_is_never_written_fails(default_pair, monkeypatch):
     """The test above fails if the KV of sequences that have ended is not written."""
     due_before = deferred_kv.Ledger.due_before
     monkeypatch.setattr(deferred_kv.Ledger, "due_before", lambda self, plan: due_before(self, plan) and [])
-    rig, _, _ = conversation(pair, 30, policy=Pauses(), prefix_caching=True)
+    rig, _, _ = conversation(default_pair, 30, policy=Pauses(), prefix_caching=True)
     with pytest.raises(AssertionError, match="off by"):
-        assert_like_oracle(pair, rig.rounds, at_least=10)
+        assert_like_oracle(default_pair, rig.rounds, at_least=10)
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -178,7 +179,7 @@ def test_a_batch_with_pauses(default_pair, monkeypatch, ahead):
     rig.check_pages()
 
 
-@pytest.mark.parametrize("prefix_caching", [False, True])
+@matrix({"pair": SHAPES, "prefix_caching": [False, True]}, fixtures=["pair"])
 def test_preemption(pair, prefix_caching):
     """There are too few pages for all. Preempted sequences are computed again, including their context."""
     asked = [make_request(f"r{length}", make_prompt(length), 60) for length in (5, 9, 17, 40)]
@@ -219,7 +220,7 @@ def test_samples_of_one_prompt(pair):
     rig.check_pages()
 
 
-@pytest.mark.parametrize("has_draws", [False, True])
+@matrix({"pair": SHAPES, "has_draws": [False, True]}, fixtures=["pair"])
 def test_steps_of_fixed_shapes(pair, has_draws):
     """In padded steps, as graphs replay them, padding rows have no effect and drafts are the same."""
     asked = requests(16)

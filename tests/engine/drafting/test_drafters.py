@@ -29,12 +29,14 @@ from culet.runner.runner import Runner
 from culet.scheduler.scheduler import Scheduler
 from culet.testing.tiny import write_checkpoint
 from culet.types import Request
+from tests.matrix import matrix
 from tests.samplings import GREEDY
 
 CPU = torch.device("cpu")
 MAX_LEN = 128
 NUM_DRAFTS = 4
 LENGTHS = (1, 9, 40, 70)
+SHAPES = ["E2B", "26B-A4B", "31B"]
 
 
 @functools.cache
@@ -97,7 +99,7 @@ def meet(method: str, shape: str) -> Met:
     return Met(model, layout, pool, drafter, met[-1])
 
 
-@pytest.fixture(scope="module", params=["E2B", "26B-A4B", "31B"])
+@pytest.fixture(scope="module", params=SHAPES)
 def shape(request: Any) -> str:
     return str(request.param)
 
@@ -219,7 +221,7 @@ def plain(shape: str, lengths: tuple[int, ...] = LENGTHS) -> dict[int, tuple[int
     return {length: result.token_ids for length, result in zip(lengths, results, strict=True)}
 
 
-@pytest.mark.parametrize("method", sorted(DRAFTERS))
+@matrix({"method": sorted(DRAFTERS), "shape": SHAPES}, fixtures=["shape"])
 def test_greedy_output_is_the_same(shape: str, method: str) -> None:
     """Run in batches, in chunks, and a second time from the prefix cache."""
     prompts = [prompt(length) for length in LENGTHS]
@@ -231,7 +233,7 @@ def test_greedy_output_is_the_same(shape: str, method: str) -> None:
     assert counters.prefix_hits >= 3
 
 
-@pytest.mark.parametrize("method", sorted(DRAFTERS))
+@matrix({"method": sorted(DRAFTERS), "shape": SHAPES[::-1]}, fixtures=["shape"])
 def test_greedy_output_after_preemption_and_cancels(shape: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run with few pages and with the debug switch that checks every page index of every step."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")

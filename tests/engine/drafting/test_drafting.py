@@ -41,18 +41,20 @@ from tests.engine.drafting.draft_drive import (
     use_fixed_draws,
 )
 from tests.engine.runner.real_steps import make_prompt
+from tests.matrix import matrix
 
 MTP = DraftChoice("mtp", "random:", num_speculative_tokens=3)
 GEMMA = replace(greedy(), temperature=1.0, top_k=64, top_p=0.95)
 PENALISED = replace(GEMMA, repetition_penalty=1.4, presence_penalty=1.5, frequency_penalty=1.0, top_k=0)
 SETTINGS = {"greedy": greedy(), "gemma": GEMMA, "penalised": PENALISED}
+SHAPES = ["E4B", "26B-A4B", "31B"]
 
 
 def often(place: int) -> bool:
     return hash((place, 7)) % 4 > 0
 
 
-@pytest.fixture(scope="module", params=["E4B", "26B-A4B", "31B"])
+@pytest.fixture(scope="module", params=SHAPES)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gemma4:
     return make_target(tmp_path_factory.mktemp("model"), request.param)
 
@@ -62,8 +64,7 @@ def one_target(tmp_path_factory: pytest.TempPathFactory) -> Gemma4:
     return make_target(tmp_path_factory.mktemp("model"), "31B")
 
 
-@pytest.mark.parametrize("position", ["engine", "hf"])
-@pytest.mark.parametrize("name", SETTINGS)
+@matrix({"target": SHAPES, "name": list(SETTINGS), "position": ["engine", "hf"]}, fixtures=["target"])
 def test_drafts_change_nothing(target: Gemma4, name: str, position: str) -> None:
     """Greedy, sampled and penalised rows match token for token, because draws are keyed by position, whatever is drafted."""
     requests = [make_request(f"r{n}", make_prompt(n), replace(SETTINGS[name], seed=n), 24) for n in (1, 7, 33, 70)]
@@ -123,7 +124,7 @@ def test_draws_of_fixed_shapes(one_target: Gemma4, name: str) -> None:
     assert again.drafter.first_drafts == {key: draft for key, draft in drive.drafter.first_drafts.items() if key[0]}
 
 
-@pytest.mark.parametrize("prefix_caching", [False, True])
+@matrix({"target": SHAPES, "prefix_caching": [False, True]}, fixtures=["target"])
 def test_preemption(target: Gemma4, prefix_caching: bool) -> None:
     requests = [make_request(f"r{index}", make_prompt(8 + index), greedy(), 60) for index in range(4)]
     want = DraftDrive(target, None).run(*requests)

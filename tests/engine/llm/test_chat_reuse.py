@@ -22,15 +22,17 @@ from culet.engine.requests import RESULT_TOKEN, TURN_TOKEN
 from culet.testing.tiny import SPECIAL_TOKENS, write_checkpoint
 from tests.engine.drafting import dflash_rig, draft_drive
 from tests.engine.runner.real_steps import make_prompt
+from tests.matrix import matrix
 
 NUM_TURNS = 5
 QUESTION = "Why is the sky blue, and who could cut the diamond? Tell me a story about a fox."
 # Answers are plain words, because tokens that steer the template would not come back as they were drawn.
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias=dict.fromkeys(SPECIAL_TOKENS, -100.0))
 TOOLS = [{"type": "function", "function": {"name": "weigh", "parameters": {"type": "object", "properties": {}}}}]
+BUDGETS = [512, 40]
 
 
-@pytest.fixture(scope="module", params=[512, 40])
+@pytest.fixture(scope="module", params=BUDGETS)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, LLM]]:
     """The same model with and without prefix reuse. Prompts take one chunk, or chunks a little longer than the window of 32."""
     folder = write_checkpoint(Path(tempfile.mkdtemp(prefix="culet-chat-")), "31B", dtype=torch.float32)
@@ -55,7 +57,7 @@ def ask(pair: tuple[LLM, LLM], messages: list[dict[str, Any]], **options: Any) -
     return result
 
 
-@pytest.mark.parametrize("thinking", [False, True])
+@matrix({"pair": BUDGETS, "thinking": [True, False]}, fixtures=["pair"])
 def test_each_turn_computes_the_last_answer_and_what_follows(pair: tuple[LLM, LLM], thinking: bool) -> None:
     pair[0].engine._scheduler.drop_resume_points()
     messages: list[dict[str, Any]] = []
@@ -71,7 +73,7 @@ def test_each_turn_computes_the_last_answer_and_what_follows(pair: tuple[LLM, LL
         messages.append({"role": "assistant", "content": result.text})
 
 
-@pytest.mark.parametrize("thinking", [False, True])
+@matrix({"pair": BUDGETS, "thinking": [False, True]}, fixtures=["pair"])
 def test_tool_results_go_on_from_the_turn_they_belong_to(pair: tuple[LLM, LLM], thinking: bool) -> None:
     """Each turn has two calls, and clients omit thoughts from what they send back."""
     pair[0].engine._scheduler.drop_resume_points()

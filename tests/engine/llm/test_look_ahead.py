@@ -12,7 +12,7 @@ from culet import LLM, SamplingParams
 from culet.engine.engine import Engine
 from culet.errors import InternalError
 from culet.runner.runner import Pending, Runner
-from tests.engine.llm.test_llm import GREEDY, cache_of, make, prompts_of
+from tests.engine.llm.test_llm import GREEDY, cache_of, crossing_prompt, make, prompts_of
 
 AHEAD = {"async_scheduling": True}  # must be requested on a CPU
 SHAPES = ["E2B", "31B"]
@@ -21,7 +21,8 @@ SHAPES = ["E2B", "31B"]
 @functools.cache
 def plain_tokens(shape: str) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Return the answers of an engine that does not look ahead, which `test_llm` compares with transformers."""
-    return {result.prompt_token_ids: result.token_ids for result in make(shape).generate(prompts_of(), GREEDY)}
+    prompts = [*prompts_of(), crossing_prompt(shape)]
+    return {result.prompt_token_ids: result.token_ids for result in make(shape).generate(prompts, GREEDY)}
 
 
 def check_greedy(llm: LLM, shape: str, prompts: list[list[int]]) -> None:
@@ -85,7 +86,7 @@ def test_greedy_is_the_same(shape: str) -> None:
 def test_after_preemption(shape: str) -> None:
     settings = {"kv_cache_memory_bytes": cache_of(shape, 7), "max_num_batched_tokens": 64, "max_model_len": 160}
     llm = make(shape, **settings, **AHEAD, enable_prefix_caching=False)
-    check_greedy(llm, shape, [prompts_of()[4]] * 4 + prompts_of())
+    check_greedy(llm, shape, [crossing_prompt(shape)] * 4 + prompts_of())
     assert llm.engine.stats().counters.preemptions > 0
 
 

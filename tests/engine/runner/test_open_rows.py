@@ -26,7 +26,9 @@ from culet.types import PageTable, Row
 from tests.engine.drafting.dflash_rig import Rig as DFlashRig
 from tests.engine.drafting.draft_drive import CpuCaptures, DraftDrive, use_fixed_draws
 from tests.engine.drafting.test_dflash import MISTAKES, assert_like_oracle, pair, requests, told, use_fixed_shapes
+from tests.engine.drafting.test_dflash import SHAPES as PAIRS
 from tests.engine.drafting.test_drafting import GEMMA, MTP, greedy, make_request, often, sequences, target
+from tests.engine.drafting.test_drafting import SHAPES as TARGETS
 from tests.engine.runner.real_steps import make_prompt, run_to_end
 from tests.engine.runner.test_fixed_steps import fixed_steps, row
 from tests.engine.runner.test_runner import one_model
@@ -88,7 +90,14 @@ def run_open(drive: DraftDrive, *requests, **settings):
     return run_to_end(drive.scheduler, drive.runner.execute, *requests, ahead=True, **settings)
 
 
-@matrix({"is_told": {"often": often, "always": lambda place: True, "never": lambda place: False}, "is_fixed": [True, False]})
+@matrix(
+    {
+        "target": TARGETS,
+        "is_told": {"often": often, "always": lambda place: True, "never": lambda place: False},
+        "is_fixed": [True, False],
+    },
+    fixtures=["target"],
+)
 def test_output_is_that_without_drafts(target: Gemma4, is_fixed: bool, is_told: Callable[[int], bool]) -> None:
     asked = [
         make_request(f"r{n}", make_prompt(n), replace(sampling, seed=n), 40 + n)
@@ -108,7 +117,7 @@ def test_output_is_that_without_drafts(target: Gemma4, is_fixed: bool, is_told: 
     drive.check_pages()
 
 
-@pytest.mark.parametrize("is_tight", [True, False], ids=["preemption", "prefix hits"])
+@matrix({"target": TARGETS, "is_tight": {"preemption": True, "prefix hits": False}}, fixtures=["target"])
 def test_pages_in_flight(target: Gemma4, is_tight: bool) -> None:
     """Run with preemption or prefix hits, and with cancels, while drafts are open."""
     asked = [make_request(f"r{index}", make_prompt((8 if is_tight else 40) + index), greedy(), 60) for index in range(4)]
@@ -131,7 +140,7 @@ def test_pages_in_flight(target: Gemma4, is_tight: bool) -> None:
     drive.check_pages()
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@matrix({"mistake": list(MISTAKES), "pair": PAIRS}, fixtures=["pair"])
 def test_a_drafter_with_pages_of_its_own(pair, mistake, monkeypatch):
     """Every block matches the oracle, so the drafter's context is in place wherever the row began."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")

@@ -24,6 +24,7 @@ from culet.testing.tiny import write_checkpoint
 from culet.types import Entry, PageTable, Request, Row, Sampling, StepPlan
 from tests import samplings
 from tests.engine.runner.real_steps import compute_at_once
+from tests.matrix import matrix
 
 MAX_LEN = 160
 CPU = torch.device("cpu")
@@ -32,9 +33,10 @@ GEMMA = replace(GREEDY, temperature=1.0, top_k=64, top_p=0.95)
 # Penalties that change nearly every draw, so that a history that is off by one is noticed.
 PENALISED = replace(GEMMA, repetition_penalty=1.4, presence_penalty=1.5, frequency_penalty=1.0, top_k=0)
 SETTINGS = {"greedy": GREEDY, "gemma": GEMMA, "penalised": PENALISED}
+SHAPES = ["E2B", "31B"]
 
 
-@pytest.fixture(scope="module", params=["E2B", "31B"])
+@pytest.fixture(scope="module", params=SHAPES)
 def model(request, tmp_path_factory):
     folder = write_checkpoint(tmp_path_factory.mktemp("model"), request.param, dtype=torch.float32)
     return load_model(open_checkpoint(str(folder)), dtype=torch.float32, device=CPU, progress=False)
@@ -314,8 +316,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("mistake", MISTAKES)
+@matrix({"mistake": list(MISTAKES), "name": list(SETTINGS), "model": SHAPES}, fixtures=["model"])
 def test_drafts_change_nothing_but_the_number_of_steps(model, name, mistake):
     requests = [
         make_request(f"d{length}", length, replace(SETTINGS[name], seed=length, logprobs=1), num_tokens=30)

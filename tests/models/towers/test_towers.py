@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from culet.errors import BadRequest, CheckpointError, InternalError
+from culet.kernels.dispatch import eager_kernels
 from culet.kernels.eager.towers import patch_attention
 from culet.media.items import MediaItem, MediaKind
 from culet.models.checkpoint import open_checkpoint
@@ -238,3 +240,25 @@ def test_random_towers_depend_only_on_the_seed():
     assert all(torch.isfinite(each).all() and each.abs().max() > 0 for pair in rows for each in pair)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(rows[0], rows[1], strict=True))
     assert not torch.equal(rows[0][0], rows[2][0])
+
+
+@pytest.mark.parametrize("shape", tiny.SHAPES)
+def test_kernels_get_rows_whose_values_are_adjacent(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a GPU read rows. The eager twins read any layout, so they would not notice."""
+    kernels = eager_kernels()
+    num_calls = 0
+
+    def checked(op: Any) -> Any:
+        def run(x_TD: torch.Tensor, *rest: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            assert x_TD.stride(-1) == 1, f"{op.__name__}: {x_TD.stride()}"
+            return op(x_TD, *rest)
+
+        return run
+
+    for name in ("rms_norm", "residual_norm", "patch_qkv", "clipped_gelu_mul"):
+        monkeypatch.setattr(kernels, name, checked(getattr(kernels, name)))
+    items = [tiny.image(2, 3), *{"E4B": [tiny.clip(70)], "12B": [tiny.waveform(3)]}.get(shape, [])]
+    tiny.towers(shape).encode(items)
+    assert num_calls

@@ -11,6 +11,7 @@ from benchmarks import towers as bench
 from culet.kernels.eager import towers as eager
 from culet.kernels.eager.ops import rope
 from culet.models.towers import Towers, load_towers
+from culet.models.towers.packing import pack_images
 from culet.models.towers.spec import VisionSpec
 from tests.models.towers import tiny_towers as tiny
 
@@ -60,6 +61,22 @@ def test_tiny_towers_on_the_gpu(shape):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     for got, wanted in zip(on_gpu.encode(items), tiny.towers(shape).encode(items), strict=True):
         assert torch.allclose(got.cpu(), wanted, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("model", ["E4B", "31B"])
+def test_replayed_passes(model):
+    """The second image of a size is captured, and others of the same number of patches replay it, in any order."""
+    loaded, spec = load(model)
+    tower = loaded.vision
+    side = spec.patch_size * spec.pooling
+    images = [bench.make_image(tokens, side, seed) for seed in range(3) for tokens in (280, 252, 70)] * 2
+    for image in images:
+        (got,) = loaded.encode([image])
+        packed = pack_images([image], spec.patch_size, spec.pooling, spec.num_positions, GPU)
+        with torch.inference_mode():
+            wanted = tower.run_pass(packed)
+        assert torch.equal(got, wanted)
+    assert len(tower._graphs._graphs) == 3
 
 
 @pytest.mark.parametrize("model", ["E4B", "31B"])

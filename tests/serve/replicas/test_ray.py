@@ -18,12 +18,15 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 import yaml
 from openai import OpenAI
 
 from culet.errors import ConfigError
+from culet.testing.tiny import write_checkpoint
 from tests.serve.replicas.conversations import hit_share, talk
-from tests.serve.running import free_port, wait_for
+from tests.serve.running import Running, free_port, wait_for
+from tests.serve.test_media import ask, image
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 ENGINE = {"device": "cpu", "max_model_len": 1024, "max_num_seqs": 32}
@@ -304,6 +307,22 @@ def test_a_tensor_parallel_group_is_one_replica(cluster: Cluster, folder: Path) 
     again = cluster.chat(body)
     assert again.status_code == 200, again.text
     assert again.json()["choices"] == first.json()["choices"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_picture_reaches_a_replica(cluster: Cluster, tmp_path: Path) -> None:
+    """Its content goes beside the request. The answer is that of a server without Ray."""
+    folder = write_checkpoint(tmp_path / "tiny", "E4B", towers=True, dtype=torch.float32)
+    engine = {**ENGINE, "model": str(folder), "dtype": "float32"}
+    body = {"messages": ask(image(7, "auto")), "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with Running(folder, config=engine) as server:
+        want = server.http.post("/v1/chat/completions", json=body | {"model": "gemma"}).json()
+    cluster.run(engine=engine)
+    answer = cluster.chat(body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == want["choices"]
+    assert answer.json()["usage"]["prompt_tokens"] == want["usage"]["prompt_tokens"] > 200
 
 
 @pytest.mark.parametrize(

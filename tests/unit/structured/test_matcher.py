@@ -17,10 +17,14 @@ TOOLS = [{"function": {"name": "abc", "parameters": {"properties": {"n": {"type"
 TEXT, MORE = token("x"), token("y")
 
 
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
+def new_compiler() -> GrammarCompiler:
     pieces = Vocabulary(len(PIECES), lambda i: PIECES[i], frozenset(range(8)), (EOS, TURN_END), (OPEN, CLOSE), (CALL, CALL_END))
     return GrammarCompiler(pieces)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return new_compiler()
 
 
 def on_call() -> GrammarSpec:
@@ -46,6 +50,15 @@ def test_a_call_is_held_and_text_is_not(compiler: GrammarCompiler) -> None:
     assert not matcher.is_bound
     again = compiler.start(on_call(), [9, TEXT, CALL, *tokens("call:a")], 1)  # it lost its slot inside a call
     assert next_of(compiler, again) == {token("b"), token("bc")}
+
+
+def test_a_required_call_and_a_free_one_share_a_grammar() -> None:
+    """A grammar that was compiled for an answer that is a call also holds the calls of a free answer."""
+    compiler = new_compiler()
+    assert next_of(compiler, compiler.start(replace(on_call(), on_call=False), [9], 1)) == {CALL}
+    matcher = compiler.start(on_call(), [9], 1)
+    matcher.take([TEXT, CALL], is_masked=False)
+    assert next_of(compiler, matcher) == {token("c")}
 
 
 def test_forced_text_is_written_in_any_tokens(compiler: GrammarCompiler) -> None:

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from culet.kernels.beside_steps import is_beside_steps
 from culet.kernels.cublaslt import product
 from culet.kernels.replay import is_replayed
 from culet.kernels.triton.dependent_launch import enter, options
@@ -212,7 +213,7 @@ _workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
 def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the parts and arrival counters of `device`. They are allocated once.
 
-    Launches on one stream share them. Every launch leaves the counters at zero.
+    All launches that use them run one after the other. Every launch leaves the counters at zero.
     """
     if device not in _workspaces:
         parts = torch.empty(MAX_PARTS, dtype=torch.float32, device=device)
@@ -293,8 +294,8 @@ def _run(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int
 
 
 def _tile_for(x_MK: Tensor, weight_NK: Tensor, num_rows: int, epilogue: int) -> Tile | None:
-    """Return the tile, or None if torch is faster or the kernels do not support the tensors."""
-    if not x_MK.shape[0] or not weight_NK.is_contiguous() or x_MK.dim() != 2:
+    """Return the tile, or None if torch is faster or the kernels do not support the tensors, or other launches beside them."""
+    if is_beside_steps() or not x_MK.shape[0] or not weight_NK.is_contiguous() or x_MK.dim() != 2:
         return None
     if x_MK.is_cuda and x_MK.dtype != torch.bfloat16:
         return None  # Tensor cores would round float32 to tf32.

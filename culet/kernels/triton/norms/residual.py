@@ -148,6 +148,7 @@ def _num_warps(size: int, num_tokens: int) -> int:
 
 def describe_rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor, pdl: bool) -> Launch:
     num_tokens, size = x_TD.shape
+    assert x_TD.stride(1) == y_TD.stride(1) == 1, f"the values of a row must be adjacent, but strides are {x_TD.stride()}"
     arguments: dict[str, Any] = {
         "x": x_TD,
         "weight": weight_D,
