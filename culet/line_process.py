@@ -77,8 +77,6 @@ class ChildProcess(ABC):
             # Ctrl-C must not reach it. It stays in this session, because Linux compares niceness only within one.
             process_group=0,
         )
-        with suppress(OSError):  # it may have ended already
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS))
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
@@ -91,6 +89,8 @@ class ChildProcess(ABC):
         except OSError as error:  # includes TimeoutError
             self.end()
             raise InternalError(f"the process that {purpose} did not start: {error}") from error
+        with suppress(OSError):  # it may have ended already. On a busy machine, it would not start in time if it came last.
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS))
 
     @property
     def process_id(self) -> int:
