@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
@@ -35,6 +37,7 @@ from culet.serve.service import Service
 _KEEP_ALIVE_S = 30  # idle connections are closed after this time
 _FLUSH_S = 5  # time for the last answers to reach their clients
 _DRAIN_PERIOD_S = 0.05
+_MMAP_THRESHOLD, _LARGE_BYTES = -3, 256 << 10  # an option of glibc's mallopt, and its value
 
 
 class _Uvicorn(uvicorn.Server):
@@ -220,9 +223,20 @@ def _log_summary(service: Service, server: Server) -> None:
         logger.log(level, "no API key is set, so anyone who can reach this address can use the model")
 
 
+def _return_large_buffers() -> None:
+    """Have the C library give every large buffer back to the system when it is freed.
+
+    Otherwise it keeps more of them after each large body, and a burst of such bodies would leave the process large.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
 def serve(config: Config, settings: ServeConfig, script: Script | None = None) -> None:
     """Run the server until it is told to stop. With a `script`, the fake engine answers."""
     queue_stderr()
+    _return_large_buffers()
     service = Service(config, settings, script)
     server = Server(service)
     uvicorn_logger = logging.getLogger("uvicorn")
