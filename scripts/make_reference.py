@@ -11,7 +11,6 @@ import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import culet
 from culet import config, env, errors
@@ -83,47 +82,68 @@ CARDS: dict[str, tuple[str, ...]] = {  # GPUs of the same advertised memory. The
 assert sorted(GPUS) == sorted(name for names in CARDS.values() for name in names), "CARDS must list every GPU once"
 
 
-def plan(model: str, gpu: str, precision: str = "auto") -> dict[str, Any]:
-    """Return what `culet plan MODEL --gpu GPU --quantization PRECISION` computes for text with the default settings."""
-    return fit_of(gather(model, gpu, config.build_config({"quantization": precision}), (CHAT_LEN,)), True, True)
+@dataclass(frozen=True)
+class Fit:
+    """What fits on the GPU of a row or column that has the least room."""
+
+    weight_bytes: int
+    num_chats: int
+    longest: int
+    is_text_only: bool  # nothing fits beside the towers, so they are left out
+
+    @property
+    def chats(self) -> str:
+        return f"{self.num_chats:,}{'*' if self.is_text_only else ''}" if self.num_chats else "-"
+
+
+def fit(model: str, gpus: tuple[str, ...], precision: str = "auto") -> Fit:
+    """Return what `culet plan MODEL --gpu GPU --quantization PRECISION` computes with the default settings."""
+    facts = [gather(model, gpu, config.build_config({"quantization": precision}), (CHAT_LEN,)) for gpu in gpus]
+    fits = []
+    for text_only in (False, True):
+        found = min((fit_of(each, text_only, True) for each in facts), key=lambda fit: fit["longest_sequence"])
+        num_chats = min(fit_of(each, text_only, True)["sequences"][str(CHAT_LEN)] for each in facts)
+        fits.append(Fit(found["weight_bytes"], num_chats, found["longest_sequence"], text_only))
+    return fits[0] if fits[0].num_chats else fits[1]
 
 
 def fit_table() -> str:
     """Return a table of how many chats each model can hold on each GPU."""
     lines = [f"| GPU | {' | '.join(VARIANTS)} |", "|---|" + "--:|" * len(VARIANTS)]
     for label, gpus in CARDS.items():
-        counts = [min(plan(model, gpu)["sequences"][str(CHAT_LEN)] for gpu in gpus) for model in VARIANTS]
-        lines.append(f"| {label} | {' | '.join(f'{count:,}' if count else '-' for count in counts)} |")
+        lines.append(f"| {label} | {' | '.join(fit(model, gpus).chats for model in VARIANTS)} |")
     return "\n".join(lines)
 
 
 PRECISIONS = {"bf16": "auto", "fp8": "fp8", "int4": "int4"}
-COLUMNS = {12: "rtx4070", 16: "rtx4080", 24: "rtx4090", 32: "rtx5090", 48: "l40s", 80: "h100", 141: "h200"}  # GB, a GPU
+SIZES = (12, 16, 24, 32, 48, 80, 141)  # GB
 
 
 def gpus() -> str:
     """Return the page that says which model fits which GPU, in which precision."""
     intro = (
         f"Each cell says how many chats of {CHAT_LEN:,} tokens fit at the same time next to the weights, and how long a single "
-        "chat can be, with the default settings. `-` means that not even one such chat fits. The precision is that of the "
+        "chat can be, with the default settings. If several GPUs have this memory, the one with the least room counts. `*` "
+        "means that this needs `--language-model-only`, which leaves out the parts for images and audio, and `-` that not even "
+        "one such chat fits. The precision is that of the "
         "matrices (`--quantization`, or a quantised checkpoint): embedding tables, norms and the router stay in bfloat16. "
         "`culet plan MODEL --gpu NAME` computes this for other lengths and settings, and "
         "[which model fits](../guides/models.md) says how to choose."
     )
-    sizes = " | ".join(f"{size} GB" for size in COLUMNS)
-    lines = [f"| model | precision | weights | {sizes} |", "|---|---|---:|" + "---:|" * len(COLUMNS)]
+    cards = {size: names for label, names in CARDS.items() for size in SIZES if label.startswith(f"{size} GB")}
+    sizes = " | ".join(f"{size} GB" for size in cards)
+    lines = [f"| model | precision | weights | {sizes} |", "|---|---|---:|" + "---:|" * len(cards)]
     for model in VARIANTS:
         for name, precision in PRECISIONS.items():
-            fits = [plan(model, gpu, precision) for gpu in COLUMNS.values()]
+            fits = [fit(model, names, precision) for names in cards.values()]
             cells = " | ".join(map(cell, fits))
-            lines.append(f"| {model} | {name} | {fits[0]['weight_bytes'] / GB:.1f} GB | {cells} |")
+            lines.append(f"| {model} | {name} | {fits[-1].weight_bytes / GB:.1f} GB | {cells} |")
     names = f"Names for `--gpu`: {', '.join(f'`{name}`' for name in GPUS)}."
     return "\n".join(["# Which model fits which GPU", "", NOTE, intro, "", *lines, "", names, ""])
 
 
-def cell(fit: dict[str, Any]) -> str:
-    chats, longest = fit["sequences"][str(CHAT_LEN)], fit["longest_sequence"]
-    return f"{chats:,} chat{'s' if chats > 1 else ''}, {longest // 1024}k" if chats else "-"
+def cell(fit: Fit) -> str:
+    return f"{fit.chats} chat{'s' if fit.num_chats > 1 else ''}, {fit.longest // 1024}k" if fit.num_chats else "-"
 
 
 # The Python API

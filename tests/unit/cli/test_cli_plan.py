@@ -255,6 +255,8 @@ def test_tables_fit_into_100_columns(name):
     [
         (("31B", "--gpu", "rtx4090"), 1),
         (("E4B", "--gpu", "rtx4090"), 0),
+        (("E2B", "--gpu", "rtx4070", "--max-model-len", "8192"), 1),  # with all parts
+        (("E2B", "--gpu", "rtx4070", "--max-model-len", "8192", "--language-model-only"), 0),
         (("31B", "--gpu", "h100"), 0),
         (("31B", "--gpu", "h100", "--gpu-memory-utilization", "0.7"), 1),
         (("31B", "--gpu", "h100", "--gpu-memory-utilization", "0.78", "--max-model-len", "2000"), 0),
