@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from PIL import Image
 
 from culet.line_process import Stopper
 from culet.media.decoding.worker import answer_safely
@@ -41,3 +42,9 @@ def served() -> Iterator[MediaReader]:
     reader = MediaReader(MediaSpec(EVERY_KIND), LIMITS)
     yield reader
     reader.close()
+
+
+@pytest.fixture(autouse=True)
+def limit_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the limit that `decode_image` sets for its process, which is the test's here."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
