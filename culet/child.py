@@ -75,7 +75,7 @@ def end_with_parent() -> None:
 
 
 def end_with_connection(connection: socket.socket) -> None:
-    """End this process as soon as the other side of `connection` is gone, even while a model is loading."""
+    """End this process as soon as the other end of `connection` closes, even while a model is loading."""
     hang_up = select.poll()
     hang_up.register(connection.fileno(), 0)
 

@@ -89,7 +89,9 @@ class ChildProcess(ABC):
         except OSError as error:  # includes TimeoutError
             self.end()
             raise InternalError(f"the process that {purpose} did not start: {error}") from error
-        with suppress(OSError):  # it may have ended already. On a busy machine, it would not start in time if it came last.
+        with suppress(
+            OSError
+        ):  # It may have ended already. Until now it had the usual priority, to start in time on a busy machine.
             os.setpriority(os.PRIO_PROCESS, self._process.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS))
 
     @property

@@ -101,9 +101,10 @@ def fit(model: str, gpus: tuple[str, ...], precision: str = "auto") -> Fit:
     facts = [gather(model, gpu, config.build_config({"quantization": precision}), (CHAT_LEN,)) for gpu in gpus]
     fits = []
     for text_only in (False, True):
-        found = min((fit_of(each, text_only, True) for each in facts), key=lambda fit: fit["longest_sequence"])
-        num_chats = min(fit_of(each, text_only, True)["sequences"][str(CHAT_LEN)] for each in facts)
-        fits.append(Fit(found["weight_bytes"], num_chats, found["longest_sequence"], text_only))
+        found = [fit_of(each, text_only, True) for each in facts]
+        num_chats = min(each["sequences"][str(CHAT_LEN)] for each in found)
+        longest = min(each["longest_sequence"] for each in found)
+        fits.append(Fit(found[0]["weight_bytes"], num_chats, longest, text_only))
     return fits[0] if fits[0].num_chats else fits[1]
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from culet.bench.answer_check import check_rows
 from culet.bench.settings import bench_config
 from culet.bench.workloads import parse_rows
+from culet.kernels.captures import Captures
 from culet.kernels.dispatch import for_device
 from culet.kernels.eager import ops
 from culet.parallel.group import RankGroup
@@ -32,7 +33,6 @@ from culet.parallel.rank import Rank
 from culet.parallel.reduce.choice import PULL, PUSH, Method
 from culet.parallel.reduce.probe import probe
 from culet.parallel.reduce.symmetric import SymmetricMemory
-from culet.runner.captures import Captures
 
 NUM_RANKS = 2
 TOKENS = (1, 8, 32, 256)

@@ -26,12 +26,12 @@ from culet.engine.memory import least_slabs
 from culet.engine.resolve import resolve_device, resolve_dtype
 from culet.engine.start.rehearsal import Rehearsal
 from culet.errors import ConfigError
+from culet.kernels.captures import Captures
 from culet.kernels.compiling import use_disk_cache
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
 from culet.registry import load
-from culet.runner.captures import Captures
 from culet.runner.fixed.steps import Bucket
 from culet.runner.runner import Runner
 from culet.scheduler.scheduler import Scheduler

@@ -108,7 +108,7 @@ def plan(model: str, gpu: str, seq_lens: tuple[int, ...], as_json: bool, svg: st
 
 
 def model_fits(facts: Facts) -> bool:
-    """Return whether the model fits with these settings, and one sequence of the length that was asked for, if any."""
+    """Return whether the model fits with these settings, together with one sequence of the requested length, if any."""
     longest: int = fit_of(facts, False, facts.latent)["longest_sequence"]
     return longest >= (facts.config.model.max_model_len or 1)
 

@@ -45,7 +45,7 @@ class CublasError(Exception):
 
 
 def product(x_MK: Tensor, weight_NK: Tensor) -> Tensor | None:
-    """Return x @ weight^T, or None if torch's kernel is as good or this one, which has one workspace, is not available."""
+    """Return x @ weight^T, or None if torch's kernel is as good or this one cannot be used. It has one workspace."""
     (num_tokens, size_k), num_outputs = x_MK.shape, weight_NK.shape[0]
     is_large = num_tokens >= MIN_TOKENS and num_outputs >= MIN_OUTPUTS and size_k >= MIN_INPUTS
     if not is_large or is_beside_steps() or num_tokens % TOKEN_STEP or not _is_supported(x_MK, weight_NK):

@@ -7,22 +7,10 @@ results.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from culet.kernels.block_flag import BlockFlag
 
-_is_replayed = False
-
-
-@contextmanager
-def replayed() -> Iterator[None]:
-    """Treat launches inside this block as part of a step of fixed shape."""
-    global _is_replayed
-    before, _is_replayed = _is_replayed, True
-    try:
-        yield
-    finally:
-        _is_replayed = before
+replayed = BlockFlag()
 
 
 def is_replayed() -> bool:
-    return _is_replayed
+    return replayed.is_set

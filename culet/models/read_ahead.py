@@ -44,7 +44,7 @@ class _Run:
         return prod(self.shape) * self.dtype.itemsize
 
     def read(self, room: Tensor) -> Tensor:
-        """Read the bytes into `room` and return them as a tensor."""
+        """Read the bytes into the buffer `room` and return them as a tensor of the right type and shape."""
         rest, offset = memoryview(room.numpy().data)[: self.num_bytes], self.offset
         try:
             with self.file.open("rb", buffering=0) as opened:

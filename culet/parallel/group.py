@@ -43,7 +43,7 @@ class RankGroup:
 
     @classmethod
     def join(cls, rank: Rank, meeting_file: Path | str, device: torch.device) -> RankGroup:
-        """Meet the other ranks at `meeting_file`. Blocks until all have arrived. A process can join only one group."""
+        """Join the other ranks at `meeting_file`. Block until all of them have arrived. A process can join only one group."""
         os.environ.setdefault(_GLOO_INTERFACE, "lo")
         store = dist.FileStore(str(meeting_file), rank.size)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

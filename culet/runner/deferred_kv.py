@@ -30,10 +30,10 @@ from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
 from culet.drafters.base import Drafter
+from culet.kernels.captures import Captures
 from culet.kernels.dispatch import for_device
 from culet.kernels.host_transfer import PackedArrays, on_device
 from culet.kernels.replay import replayed
-from culet.runner.captures import Captures
 from culet.types import PageTable, Row, StepPlan
 
 MAX_RING_LEN = 256  # most tokens of a sequence whose features are kept. More tokens mean fewer writes.

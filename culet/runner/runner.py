@@ -33,9 +33,9 @@ from culet import env
 from culet.attention.base import AttentionBackend
 from culet.cache.pool import Pool
 from culet.drafters.base import ABSTAINED, Drafter
+from culet.kernels.captures import Captures, step_stream
 from culet.kernels.host_transfer import HostCopy, on_device
 from culet.models.gemma4 import Gemma4
-from culet.runner.captures import Captures, step_stream
 from culet.runner.checks import check_deferred, check_step
 from culet.runner.clock import DeviceClock
 from culet.runner.deferred_kv import DeferredKV, DeferredWrite, keeps_features
@@ -121,11 +121,11 @@ class Runner:
         store = None if encoder is None else FeatureStore(encoder, self.target.device)
         self.media = SlotMedia(placeholder_ids, mask, store)
 
-    def run_before_towers(self) -> None:
-        """From now on, run steps on a stream with a higher priority than that of towers. Call after everything is prepared.
+    def prioritise_steps(self) -> None:
+        """Give steps a higher priority than towers from now on. Call this last, when everything is prepared.
 
-        No stream has a lower priority than torch's default, so steps leave it. Their activations need memory of their own,
-        because the allocator keeps what it has for the stream that used it.
+        No stream has a lower priority than torch's default stream, so steps move to another one. The allocator keeps freed
+        memory for the stream that used it, so that memory is given back first.
         """
         torch.cuda.synchronize(self.target.device)
         torch.cuda.empty_cache()

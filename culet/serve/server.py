@@ -224,9 +224,9 @@ def _log_summary(service: Service, server: Server) -> None:
 
 
 def _return_large_buffers() -> None:
-    """Have the C library give every large buffer back to the system when it is freed.
+    """Make the C library return every large buffer to the system when it is freed.
 
-    Otherwise it keeps more of them after each large body, and a burst of such bodies would leave the process large.
+    By default it keeps them for reuse, so the process would stay large after a burst of large bodies.
     """
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # another C library

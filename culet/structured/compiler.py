@@ -148,7 +148,7 @@ class GrammarCompiler:
             phase = Phase.START if spec is not None and spec.after_thought and vocabulary.thought_ids else Phase.DOCUMENT
         grammar, first_W = (None, None) if spec is None else self.compile(spec)[:2]
         if is_free:
-            first_W = None  # of a spec with the same text that holds from the start
+            first_W = None  # The cached mask is for grammars that hold from the first token.
         elif grammar is not None:
             grammar = grammar.deep_copy()
         matcher = Matcher(vocabulary, grammar, phase, rules, on_call=spec is not None and spec.on_call, first_W=first_W)

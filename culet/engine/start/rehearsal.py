@@ -20,10 +20,10 @@ from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
 from culet.drafters.base import Drafter
 from culet.engine.memory import Needs, measure_peak
+from culet.kernels.captures import Captures
 from culet.kernels.compiling import compile_ahead, mark_of
 from culet.media.items import MediaItem, MediaKind
 from culet.models.gemma4 import LOGITS_ROWS, Gemma4
-from culet.runner.captures import Captures
 from culet.runner.draft_round import draft_lengths
 from culet.runner.fixed.shapes import FixedShapes
 from culet.runner.media.step_media import ImageMask

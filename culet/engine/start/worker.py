@@ -25,6 +25,7 @@ from culet.engine.resolve import Setup, given_settings, resolve
 from culet.engine.start.rehearsal import Rehearsal, has_finite_logits
 from culet.engine.start.times import StartTimes
 from culet.errors import ConfigError
+from culet.kernels.captures import Captures
 from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cache
 from culet.log import chose
 from culet.media.items import MediaKind
@@ -38,7 +39,6 @@ from culet.parallel.group import RankGroup
 from culet.parallel.reduce.choice import LIBRARY_ALONE, Reductions
 from culet.parallel.reduce.probe import probe
 from culet.parallel.reduce.symmetric import may_overlap
-from culet.runner.captures import Captures
 from culet.runner.media.step_media import ImageMask, image_mask, placeholder_ids
 from culet.runner.runner import Runner
 from culet.runner.worker import ProcessWorker, Worker
@@ -360,7 +360,7 @@ def _capture_graphs(setup: Setup, runner: Runner) -> None:
 def _use_media(setup: Setup, runner: Runner, towers: Towers | None) -> None:
     runner.use_media(towers, placeholder_ids(setup.checkpoint.config, setup.spec.vocab_size), _image_mask(setup))
     if towers is not None and setup.is_gpu:
-        runner.run_before_towers()
+        runner.prioritise_steps()
 
 
 def _image_mask(setup: Setup) -> ImageMask:

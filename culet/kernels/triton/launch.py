@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,27 +10,18 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_is_warming = False  # if True, launches compile and do not run
+from culet.kernels.block_flag import BlockFlag
+
+only_warm = BlockFlag()  # in its blocks, launches compile their kernel, or find it on disk, and do not run
 _compiled: dict[tuple[Any, ...], Any] = {}  # by everything that makes Triton compile a different kernel
 _warmed: set[tuple[Any, ...]] = set()  # keys of kernels that are compiled or being compiled
 _parameters: dict[int, list[tuple[str, bool, bool]]] = {}  # by kernel, (name, is constexpr, is not specialised)
 _prepared: dict[tuple[Any, ...], _Prepared | None] = {}  # by the caller's key
 
 
-@contextmanager
-def only_warm() -> Iterator[None]:
-    """Compile the kernel of every launch in this block, or find it on disk, without running it."""
-    global _is_warming
-    before, _is_warming = _is_warming, True
-    try:
-        yield
-    finally:
-        _is_warming = before
-
-
 def is_only_warming() -> bool:
     """Return whether launches compile and do not run."""
-    return _is_warming
+    return only_warm.is_set
 
 
 @dataclass(slots=True)
@@ -44,7 +34,7 @@ class Launch:
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
-        if _is_warming:
+        if only_warm.is_set:
             self._warm_once()
             return
         # Triton takes 50 to 100 us to find a kernel by its arguments, most of a small step. This takes a tenth of that.
@@ -186,11 +176,11 @@ def run_prepared(
 
     The key must include everything else, such as the tensors' shapes, strides and types, the flags and the device.
     """
-    prepared = None if _is_warming else _prepared.get(key)
+    prepared = None if only_warm.is_set else _prepared.get(key)
     if prepared is None or not prepared.run(grid, tensors):
         launch = describe()
         launch.run()
-        if not _is_warming and key not in _prepared:
+        if not only_warm.is_set and key not in _prepared:
             _prepared[key] = launch.prepare(tensors)
 
 

@@ -1,7 +1,7 @@
 """Passes of a vision tower as CUDA graphs.
 
 A pass over one image has hundreds of short kernels. Launching them takes longer than running them, and the engine launches no
-step meanwhile. A graph is launched at once. It depends on the numbers of patches only, so images of many shapes share one.
+step meanwhile. A graph needs one launch. It depends only on the numbers of patches, so images of many shapes share one.
 
 Shapes: T patches of all images · V values of a patch · M soft tokens of all images · D decoder.
 """
@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from culet.kernels.captures import TOWER_PRIORITY, Captures
 from culet.models.towers.packing import PackedImages
 
-MAX_PATCHES = 4096  # of a pass that is captured. Larger ones run for longer than their launches take.
+MAX_CAPTURED_PATCHES = 4096  # Larger passes run for longer than their launches take.
 MAX_GRAPHS = 32
 MAX_SEEN = 1024  # sizes that are remembered
 
@@ -35,8 +37,7 @@ class PassGraphs:
     """Captures a pass when its size comes for the second time, and then replays it. Passes run one after the other."""
 
     def __init__(self, device: torch.device) -> None:
-        self._memory: Any = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # for captures only. Libraries keep a workspace for each stream.
+        self._captures = Captures(device, TOWER_PRIORITY)
         self._inputs: PackedImages | None = None
         self._seen: OrderedDict[Key, None] = OrderedDict()
         self._graphs: OrderedDict[Key, _Captured] = OrderedDict()
@@ -44,7 +45,7 @@ class PassGraphs:
     def run(self, packed: PackedImages, run_pass: Pass) -> Tensor:
         """Return `run_pass(packed)`."""
         key = tuple(packed.lengths)
-        if sum(key) > MAX_PATCHES or not self._has_seen(key):
+        if sum(key) > MAX_CAPTURED_PATCHES or not self._has_seen(key):
             return run_pass(packed)
         captured = self._graphs.get(key) or self._capture(key, packed, run_pass)
         self._graphs.move_to_end(key)
@@ -65,21 +66,16 @@ class PassGraphs:
         if len(self._graphs) == MAX_GRAPHS:
             self._graphs.popitem(last=False)
         inputs = self._input_rows(packed)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-            try:
-                rows_MD = run_pass(inputs)
-            finally:
-                graph.capture_end()
+        graph, rows_MD = self._captures.capture_warm(partial(run_pass, inputs))
         self._graphs[key] = _Captured(graph, inputs, rows_MD)
         return self._graphs[key]
 
     def _input_rows(self, packed: PackedImages) -> PackedImages:
         """Return the place from which graphs read patches like these."""
         if self._inputs is None:
-            levels = packed.levels_TV.new_empty(MAX_PATCHES, packed.levels_TV.shape[1])
-            self._inputs = PackedImages(levels, packed.x_T.new_empty(MAX_PATCHES), packed.y_T.new_empty(MAX_PATCHES), [])
+            size = MAX_CAPTURED_PATCHES
+            levels_TV = packed.levels_TV.new_empty(size, packed.levels_TV.shape[1])
+            self._inputs = PackedImages(levels_TV, packed.x_T.new_empty(size), packed.y_T.new_empty(size), [])
         length, whole = sum(packed.lengths), self._inputs
         return PackedImages(whole.levels_TV[:length], whole.x_T[:length], whole.y_T[:length], packed.lengths)
 

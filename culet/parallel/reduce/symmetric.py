@@ -37,7 +37,7 @@ class SymmetricMemory:
     handle: Any  # torch's, which has the addresses of all buffers
     group_name: str
     peers: PeerBuffers
-    owners: tuple[Any, ...]  # of the memory of `peers`, whose tensors do not keep it
+    owners: tuple[Any, ...]  # They keep the memory of `peers`, whose tensors do not.
 
     @classmethod
     def open(

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from culet.kernels.captures import Captures
 from culet.kernels.dispatch import for_device
 from culet.kernels.host_transfer import PackedArrays, RepeatedCopy
 from culet.kernels.replay import replayed
 from culet.kernels.types import RowSettings
-from culet.runner.captures import Captures
 from culet.runner.draws import FixedDrawn
 from culet.runner.fixed.steps import Bucket, FixedStep
 from culet.runner.target import Target

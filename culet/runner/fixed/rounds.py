@@ -19,10 +19,10 @@ from torch import Tensor
 from culet.attention.batch import ForwardBatch, GroupBatch
 from culet.cache.pool import Pool
 from culet.drafters.base import Drafter
+from culet.kernels.captures import Captures
 from culet.kernels.dispatch import for_device
 from culet.kernels.host_transfer import PackedArrays
 from culet.kernels.replay import replayed
-from culet.runner.captures import Captures
 from culet.runner.draft_round import LENGTH, ROW, SLOT, SOURCE, draft_lengths, propose, round_facts
 from culet.runner.draw_plan import DrawGroup
 from culet.runner.fixed.page_tables import DeviceTables

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from culet.drafters.base import Drafter
-from culet.runner.captures import Captures
+from culet.kernels.captures import Captures
 from culet.runner.deferred_kv import DeferredKV
 from culet.runner.draft_round import draft_lengths
 from culet.runner.fixed.rounds import FixedRounds

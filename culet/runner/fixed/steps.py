@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
+from culet.kernels.captures import Captures
 from culet.kernels.dispatch import for_device
 from culet.kernels.host_transfer import PackedArrays
 from culet.kernels.replay import replayed
 from culet.kernels.types import PlannedRows, TokenLayout
 from culet.models.gemma4 import Hidden
-from culet.runner.captures import Captures
 from culet.runner.deferred_kv import DeferredKV
 from culet.runner.fixed.page_tables import DeviceTables, aligned, table_columns
 from culet.runner.target import ForwardOutput, NextTokens, Target

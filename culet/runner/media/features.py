@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from culet.kernels.captures import TOWER_PRIORITY
 from culet.media.items import MediaItem
 
 
@@ -45,7 +46,7 @@ class FeatureStore:
 
     def __init__(self, encoder: Encoder, device: torch.device) -> None:
         self._encoder = encoder
-        self._stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=TOWER_PRIORITY) if device.type == "cuda" else None
         self._features: dict[bytes, _Features] = {}
         self._unreported: deque[_Encoding] = deque()  # oldest first
 

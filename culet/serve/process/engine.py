@@ -213,7 +213,7 @@ class EngineLoop:
         return True
 
     def _tell_followers(self) -> None:
-        """Report how the prefix cache has changed, before the client can send a request that uses it."""
+        """Report changes to the prefix cache before the client can send a request that relies on them."""
         if not self._followers:
             return
         prefixes = self._engine.prefix_cache

@@ -182,7 +182,7 @@ class Stats(Struct, tag="stats", frozen=True):
 
 
 class PrefixChanges(Struct, tag="prefixes", frozen=True):
-    """What was added to the prefix cache and removed from it, in order. It is sent before the deltas of the same step."""
+    """Additions to the prefix cache and removals from it, in order. They are sent before the deltas of the same step."""
 
     changes: list[PrefixChange]
 

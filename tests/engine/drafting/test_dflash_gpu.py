@@ -9,9 +9,9 @@ from culet import LLM
 from culet.attention.triton import TritonBackend
 from culet.config import ScheduleConfig
 from culet.engine.start.rehearsal import Rehearsal
+from culet.kernels.captures import Captures
 from culet.kernels.compiling import use_disk_cache
 from culet.runner import deferred_kv
-from culet.runner.captures import Captures
 from tests import samplings
 from tests.engine.drafting.dflash_rig import MAX_LEN, Pauses, Rig, assert_like_oracle, make_pair, make_request
 from tests.engine.drafting.gpu_drafts import GIVEN, GREEDY, TARGET

@@ -294,7 +294,7 @@ def _run(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int
 
 
 def _tile_for(x_MK: Tensor, weight_NK: Tensor, num_rows: int, epilogue: int) -> Tile | None:
-    """Return the tile, or None if torch is faster or the kernels do not support the tensors, or other launches beside them."""
+    """Return the tile, or None if torch is faster, the kernels do not support the tensors, or a step may run meanwhile."""
     if is_beside_steps() or not x_MK.shape[0] or not weight_NK.is_contiguous() or x_MK.dim() != 2:
         return None
     if x_MK.is_cuda and x_MK.dtype != torch.bfloat16:

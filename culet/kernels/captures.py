@@ -8,28 +8,33 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
-STEP_PRIORITY = -1  # of steps. Towers have 0, so wherever both have kernels that could start, those of the step do.
+STEP_PRIORITY, TOWER_PRIORITY = -1, 0  # If both have a kernel that could start, that of the step starts.
 
 
 def step_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream for steps. The kernels of a graph have the priority of the stream that captured it."""
+    """Return a stream for steps."""
     return torch.cuda.Stream(device, priority=STEP_PRIORITY)
 
 
 class Captures:
     """Captures graphs on one device. They run one after another and share memory, so capture the largest first."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = STEP_PRIORITY) -> None:
+        """The kernels of a graph have the priority of the stream that captured it."""
         self.device = device
         self._memory: Any = torch.cuda.graph_pool_handle()
         # All captures use one stream, because libraries keep a workspace for each stream.
-        self._stream = step_stream(device)
+        self._stream = torch.cuda.Stream(device, priority=priority)
 
     def capture(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Return the graph of one call, and the call's result, which every replay writes to the same place."""
         # Run once outside a capture, to compile and load kernels and to allocate buffers that are made at first use.
         run()
         torch.cuda.synchronize(self.device)
+        return self.capture_warm(run)
+
+    def capture_warm(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Do the same for a call that has run before. This does not wait for the device."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
