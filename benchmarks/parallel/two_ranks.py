@@ -1,11 +1,12 @@
 """Check two ranks on one GPU: the probe, reductions over symmetric memory, and the answers of models that the ranks share.
 
-    python benchmarks/parallel/two_ranks.py --rounds 10000 --models 31B:6,12B:12
+    python benchmarks/parallel/two_ranks.py --rounds 10000 --models 31B:6,12B:12 --soak 60
 
 In every round, a sum of 1, 8, 32 or 256 tokens is compared with a plain one: fused with its norm, in both directions, launched
 and in a CUDA graph, and by torch's own reductions. Each model has the real widths and this many layers, random calm weights,
-and graphs. An eager float32 model judges its answers, as in `culet bench offline`. The ranks share the GPU, so times mean
-nothing. The exit code is 1 if a value or an answer is wrong.
+and graphs. An eager float32 model judges its answers, as in `culet bench offline`. The soak sends growing conversations to two
+ranks with a small cache and to one rank: sequences are preempted, cancelled and resumed. The ranks share the GPU, so times mean
+nothing. The exit code is 1 if a value or an answer is wrong, or if a page is not returned.
 """
 
 from __future__ import annotations
@@ -13,21 +14,26 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import random
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 
 import torch
 from torch import Tensor
 
+from culet import LLM, SamplingParams
 from culet.bench.answer_check import check_rows
 from culet.bench.settings import bench_config
 from culet.bench.workloads import parse_rows
 from culet.kernels.captures import Captures
 from culet.kernels.dispatch import for_device
 from culet.kernels.eager import ops
+from culet.models.random_checkpoint import random_name
 from culet.parallel.group import RankGroup
 from culet.parallel.rank import Rank
 from culet.parallel.reduce.choice import PULL, PUSH, Method
@@ -39,6 +45,8 @@ TOKENS = (1, 8, 32, 256)
 WIDTH = 5376  # of the 31B
 ROWS = "tpot:1x1000+64,tpot:8x1000+64,ttft:1x3000"
 CACHE_BYTES = 8 << 30
+SOAK_LEN = 2000  # tokens of the longest conversation
+SOAK_CHATS = 12
 
 
 def check_sums(index: int, meeting_file: str, rounds: int, wrong: multiprocessing.Queue[dict[str, int]]) -> None:
@@ -120,17 +128,58 @@ def run_model(name: str, num_layers: int) -> bool:
     return all(verdict.is_right for verdict in verdicts.values())
 
 
+def run_soak(name: str, num_layers: int, seconds: float) -> bool:
+    """Compare growing conversations on two ranks with the same ones on one rank. Rounding may change a few answers."""
+    chance, began = random.Random(7), time.monotonic()
+    settings: dict[str, Any] = {"device": "cuda", "max_num_seqs": 8, "max_model_len": SOAK_LEN, "max_num_batched_tokens": 512}
+    settings |= {"kv_cache_memory_bytes": 1 << 30}
+    model = random_name(name, num_layers=num_layers, draw="calm")
+    chats: dict[int, list[int]] = {}
+    num_answers = num_same = num_cancelled = 0
+    with LLM(model, **settings) as plain, LLM(model, tensor_parallel_size=NUM_RANKS, **settings) as ranks:
+        while time.monotonic() - began < seconds:
+            chosen = chance.sample(range(SOAK_CHATS), chance.randint(1, 8))
+            for chat in chosen:
+                if len(chats.setdefault(chat, [chat + 130])) > SOAK_LEN - 500:
+                    chats[chat] = [chat + 130]
+                chats[chat] += chance.choices(range(130, 600), k=chance.randint(1, 300))
+            prompts = [chats[chat] for chat in chosen]
+            params = SamplingParams(temperature=0.0, max_tokens=chance.randint(1, 60), ignore_eos=True)
+            if chance.random() < 0.3:  # a client that does not wait for the end
+                ranks.engine.add(ranks.engine.rules.make_request("leaves", prompts[0], params))
+                for _ in range(chance.randint(0, 5)):
+                    ranks.engine.step()
+                ranks.engine.cancel("leaves")
+                num_cancelled += 1
+            want, got = plain.generate(prompts, params), ranks.generate(prompts, params)
+            num_answers += len(got)
+            num_same += sum(ours.token_ids == theirs.token_ids for ours, theirs in zip(got, want, strict=True))
+            for chat, result in zip(chosen, want, strict=True):
+                chats[chat] = [*chats[chat], *result.token_ids]
+        stats = ranks.engine.stats()
+    num_kept = stats.num_pages - stats.num_free_pages - stats.num_resume_point_pages
+    print(
+        f"soak of {name}, {num_layers} layers, {seconds:.0f} s: {num_same} of {num_answers} answers the same as on one rank, "
+        f"{num_cancelled} cancelled, {num_kept} pages not returned, {stats.counters}",
+        flush=True,
+    )
+    return num_kept == 0 and num_same > 0.8 * num_answers > 0
+
+
 def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=10_000)
     parser.add_argument("--models", default="31B:6,12B:12", help="names and numbers of layers")
+    parser.add_argument("--soak", type=float, default=60.0, metavar="SECONDS", help="of each model")
     arguments = parser.parse_args()
     print(f"probe: {probe(NUM_RANKS, has_nccl=False)}", flush=True)
     results = [run_sums(arguments.rounds)]
     for model in filter(None, arguments.models.split(",")):
         name, _, num_layers = model.partition(":")
         results.append(run_model(name, int(num_layers)))
+        if arguments.soak:
+            results.append(run_soak(name, int(num_layers), arguments.soak))
     return 0 if all(results) else 1
 
 

@@ -18,6 +18,8 @@ from culet.cache.spec import RUN_TOKENS, KVGroup
 from culet.kernels.dispatch import for_device
 from culet.kernels.types import TokenShare
 
+INPUT_ROW_TOKEN = 0  # the token id that per-layer embeddings look up at positions with a precomputed input row
+
 
 @dataclass(frozen=True, slots=True)
 class RowFacts:

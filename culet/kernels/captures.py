@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+_SAME_SIZE = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # types that every library knows, by their bytes
 STEP_PRIORITY, TOWER_PRIORITY = -1, 0  # If both have a kernel that could start, that of the step starts.
 
 
@@ -43,3 +44,26 @@ class Captures:
             finally:
                 graph.capture_end()
         return graph, result
+
+
+class _Address:
+    """A tensor's memory, without its owner."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            "typestr": _SAME_SIZE[tensor.itemsize],
+            "version": 3,
+        }
+
+
+def borrowed(result: Any) -> Any:
+    """Return the tensors of a captured call's result, without keeping their memory from being used by later captures.
+
+    The result is a tensor or a tuple. Everything in it that is not a tensor becomes None.
+    """
+    if isinstance(result, torch.Tensor):
+        return torch.as_tensor(_Address(result), device=result.device).view(result.dtype)
+    return tuple(map(borrowed, result)) if isinstance(result, tuple) else None

@@ -112,27 +112,27 @@ class Attention(Layer):
     def owns_kv(self) -> bool:
         return self.kv_source == self.layer
 
-    def forward(self, x_TD: Tensor, shared: Pass, whole: Pass | None = None) -> PartialSum:
-        """Compute attention for the tokens of `shared`.
+    def project(self, x_TD: Tensor, shared: Pass) -> tuple[Tensor, ...]:
+        """Return the queries. If the layer owns KV, also return the keys and values, and write them to pages."""
+        qkv_TX, rope = self.qkv.linear_parts(x_TD), shared.ropes[self.rope_kind]
+        if not self.owns_kv:
+            return (self.ops.prepare_q(qkv_TX, self.norm_weight, rope, self.heads, x_TD.dtype),)
+        planes, store = shared.pool.planes(self.layer), shared.stores[shared.group_of[self.layer]]
+        prepared: tuple[Tensor, ...] = self.ops.prepare_qkv(
+            qkv_TX, self.norm_weight, rope, planes, store, self.heads, x_TD.dtype
+        )
+        return prepared
 
-        With `whole`, `x_TD` has all tokens of that pass, and `shared` is its tail.
+    def attend(self, shared: Pass, q_TNH: Tensor, *own: Tensor) -> Tensor:
+        """Return the output of all heads [T, N * H] for the queries of `shared`, which may be the tail of a step.
+
+        `own` are the keys and values of all tokens of the step, if the layer owns KV.
         """
-        pool, group = shared.pool, shared.group_of[self.kv_source]
-        every = shared if whole is None else whole
-        qkv_TX, rope = self.qkv.linear_parts(x_TD), every.ropes[self.rope_kind]
-        if self.owns_kv:
-            planes = pool.planes(self.layer)
-            q, k, v = self.ops.prepare_qkv(qkv_TX, self.norm_weight, rope, planes, every.stores[group], self.heads, x_TD.dtype)
-            if self.is_source:
-                shared.fresh[self.layer] = k, v
-        else:
-            q = self.ops.prepare_q(qkv_TX, self.norm_weight, rope, self.heads, x_TD.dtype)
-            k, v = shared.fresh[self.kv_source]
-        if whole is not None:
-            q = q[whole.batch.logits_index_L]
-        if not q.shape[0]:
-            return PartialSum(x_TD[:0])
-        return self.out.linear_parts(self._run(shared, q, k, v).flatten(1))
+        if self.is_source:
+            k_TGH, v_TGH = own
+            shared.fresh[self.layer] = k_TGH, v_TGH
+        k_TGH, v_TGH = own or shared.fresh[self.kv_source]
+        return self._run(shared, q_TNH, k_TGH, v_TGH).flatten(1)
 
     def _run(self, shared: Pass, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run the backend. If ranks share the tokens, weight the output so that the reduction after `out` joins their parts."""
@@ -143,8 +143,8 @@ class Attention(Layer):
         out_TNH, lse_TN = backend.run_share(self.kv_source, shared.batch, shared.pool, q)
         return join_shares(out_TNH, lse_TN, self.all_reduce.gather(lse_TN)[self.share.partners])
 
-    def attend(self, q_TX: Tensor, shared: Pass, dtype: torch.dtype) -> PartialSum:
-        """Compute attention of projected queries, which may be in parts, over another layer's KV."""
+    def attend_over_target(self, q_TX: Tensor, shared: Pass, dtype: torch.dtype) -> PartialSum:
+        """Compute attention of a drafter's projected queries, which may be in parts, over the target's KV."""
         q = self.ops.prepare_q(q_TX, self.norm_weight, shared.ropes[self.rope_kind], self.heads, dtype)
         return self.out.linear_parts(self._run(shared, q, *shared.fresh[self.kv_source]).flatten(1))
 

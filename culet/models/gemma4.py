@@ -9,13 +9,14 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor, nn
 
 from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
-from culet.kernels.types import Candidates, HeadShape
+from culet.kernels.types import Candidates, HeadShape, Rope
 from culet.layers.attention import Attention, Pass
 from culet.layers.experts import Experts
 from culet.layers.layer import Layer
@@ -23,13 +24,13 @@ from culet.layers.mlp import MLP
 from culet.layers.rope import inverse_frequencies
 from culet.layers.weight.base import Matrix, Projection, Split
 from culet.layers.weight.weights import Weights
+from culet.models.pieces import DIRECT, Pieces, TokenInputs
 from culet.models.spec import LayerSpec, ModelSpec, RopeSpec
 from culet.parallel.reduce.norms import RankNorms
 from culet.parallel.reduce.parts import AllReduce, join_columns
 
 LOGITS_ROWS = 256  # rows of logits that callers compute at a time, which take 256 MiB at Gemma's vocabulary
 AFTER_FINAL_NORM = -1  # the tap for the hidden state after the final norm
-INPUT_ROW_TOKEN = 0  # the token id that per-layer embeddings look up at positions with a precomputed input row
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,21 @@ class Hidden:
 
     last_LD: Tensor  # after the final norm, for the tokens whose logits are needed
     tapped: dict[int, Tensor]  # output of each tapped layer [T, D]; after the final norm, only for tokens with logits
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The state after some layers, for all tokens of a step."""
+
+    x_TD: Tensor
+    normed_TD: Tensor | None  # None if the last layer has run and the stream is still to be cut
+    projected: Sequence[
+        Tensor
+    ]  # queries, keys and values of the next layer, if it owns KV and the rest of it needs only a tail
+    token_ids_T: Tensor
+    embedded_TD: Tensor
+    shared: Pass
+    tapped: dict[int, Tensor]
 
 
 class PerLayerEmbedding(Layer):
@@ -107,26 +123,26 @@ class DecoderLayer(Layer):
             self.norms = RankNorms(self.ops, all_reduce)
 
     def forward(
-        self,
-        x_TD: Tensor,
-        normed_TD: Tensor,
-        ple_TP: Tensor | None,
-        next_norm_D: Tensor | None,
-        shared: Pass,
-        whole: Pass | None = None,
+        self, x_TD: Tensor, normed_TD: Tensor, ple_TP: Tensor | None, next_norm_D: Tensor | None, shared: Pass, pieces: Pieces
     ) -> tuple[Tensor, Tensor | None]:
         """Return the residual stream after this layer, as is and normed with `next_norm_D`.
 
         `normed_TD` is the stream after this layer's input norm. Each layer ends with the norm that the next one starts with, so
-        that one kernel does both. With `whole`, `normed_TD` has all tokens of that pass. Their KV is written, and the rest of
-        the layer runs only for the tokens of `shared`, its tail.
+        that one kernel does both.
+        """
+        projected = pieces.run(self.attention.project, normed_TD, shared)
+        heads_TX = self.attention.attend(shared, *map(pieces.cut, projected))
+        return pieces.run(self.finish, x_TD, pieces.pad(heads_TX), ple_TP, next_norm_D)
+
+    def finish(
+        self, x_TD: Tensor, heads_TX: Tensor, ple_TP: Tensor | None, next_norm_D: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the layer after its attention heads.
 
         Every branch (attention, MLP, experts, per-layer embedding) ends in a PartialSum that the following norm adds up.
         """
         norms, eps = self.norms, self.eps
-        attended = self.attention(normed_TD, shared, whole)
-        if not x_TD.shape[0]:
-            return x_TD, None
+        attended = self.attention.out.linear_parts(heads_TX)
         if self.experts is not None:
             pre_norms = self.pre_mlp_norm, self.pre_experts_norm
             x_TD, normed, for_experts = norms.residual_norm_two(x_TD, attended, self.post_attention_norm, *pre_norms, eps)
@@ -189,51 +205,102 @@ class Gemma4(Layer):
                 backend.plan(batch.tail, pool)
 
     def forward(
-        self, batch: ForwardBatch, pool: Pool, backends: Sequence[AttentionBackend], taps: tuple[int, ...] = ()
+        self,
+        batch: ForwardBatch,
+        pool: Pool,
+        backends: Sequence[AttentionBackend],
+        taps: tuple[int, ...] = (),
+        pieces: Pieces = DIRECT,
     ) -> Hidden:
         """Run a step. Write the KV of the new tokens and return the hidden states from which logits are computed.
 
-        Once the last layer that owns KV has written it, only the tokens of the tail continue. This cut comes after all tapped
-        layers, because a drafter needs the stream of every token.
+        Once the last layer that owns KV has written it, only the tokens of the tail continue.
         """
-        ops, spec, eps = self.ops, self.spec, self.spec.rms_eps
-        num_layers = len(spec.layers)
-        tail = batch.tail
-        first_short = max(self.num_kv_layers - 1, max(taps, default=AFTER_FINAL_NORM) + 1) if tail is not None else num_layers
-        token_ids_T, x = self._embed(batch)
-        embedded = x
-        shared, whole = self._pass(batch, pool, backends), None
-        ple = self._per_layer(token_ids_T, embedded, slice(0, first_short))
-        normed = ops.rms_norm(x, self._layers[0].input_norm, eps)
-        tapped: dict[int, Tensor] = {}
-        first = 0  # the layer of the first column of `ple`
-        for index, layer in enumerate(self._layers):
-            if index == first_short:
-                assert tail is not None
-                x = x[batch.logits_index_L]
-                if index < self.num_kv_layers:
-                    whole = shared
-                else:
-                    normed = normed[batch.logits_index_L]
-                shared = self._pass(tail, pool, backends, shared)
-                tail_ids_T = tail.token_ids_T if batch.input_rows is None else token_ids_T[batch.logits_index_L]
-                ple = self._per_layer(tail_ids_T, embedded[batch.logits_index_L], slice(index, num_layers))
-                first = index
-            is_run = self._rehearsed is None or index in self._rehearsed
-            if is_run and (x.shape[0] or whole is not None):
-                is_last = index + 1 == num_layers
-                # After the last layer, cut a long prompt down to the tokens that need logits before the final norm, not after.
-                needs_cut = is_last and x.shape[0] != batch.logits_index_L.shape[0]
-                next_norm = None if needs_cut else self.norm if is_last else self._layers[index + 1].input_norm
-                x, normed = layer(x, normed, None if ple is None else ple[:, index - first], next_norm, shared, whole)
-                whole = None
-            if index in taps:
-                tapped[index] = x
+        num_layers, index_L = len(self._layers), batch.logits_index_L
+        num_whole = num_layers if batch.tail is None else self.num_whole_layers(taps)
+        stream = self.forward_whole(batch, pool, backends, taps, num_whole, pieces)
+        x, normed = stream.x_TD, stream.normed_TD
+        if num_whole < num_layers:
+            x, normed = self._forward_tail(batch, pool, backends, num_whole, stream)
+        elif normed is None:
+            x = x[index_L]  # cut before the final norm, not after
         if normed is None:
-            normed = ops.rms_norm(x[batch.logits_index_L], self.norm, eps)
+            normed = self.ops.rms_norm(x, self.norm, self.spec.rms_eps)
         if AFTER_FINAL_NORM in taps:
-            tapped[AFTER_FINAL_NORM] = normed
-        return Hidden(normed, tapped)
+            stream.tapped[AFTER_FINAL_NORM] = normed
+        return Hidden(normed, stream.tapped)
+
+    def num_whole_layers(self, taps: tuple[int, ...]) -> int:
+        """Return how many layers run for all tokens of a step that has a tail.
+
+        They include all tapped layers, because a drafter needs the stream of every token.
+        """
+        return max(self.num_kv_layers - 1, max(taps, default=AFTER_FINAL_NORM) + 1)
+
+    def forward_whole(
+        self,
+        batch: ForwardBatch,
+        pool: Pool,
+        backends: Sequence[AttentionBackend],
+        taps: tuple[int, ...],
+        num_layers: int,
+        pieces: Pieces,
+    ) -> Stream:
+        """Run the first `num_layers` layers for all tokens of a step."""
+        inputs, rows = pieces.inputs(batch), batch.input_rows
+        embedded = pieces.run(self.embedding.embed, inputs.token_ids_U)
+        if rows is not None:
+            embedded.index_copy_(0, rows.index_M, rows.rows_MD)
+        normed, ple, stores, ropes = pieces.run(self._begin, inputs, embedded, num_layers, pool)
+        shared = self._pass(batch, pool, backends, stores, ropes, {})
+        x, tapped = embedded, {}
+        for index, layer in enumerate(self._layers[:num_layers]):
+            if self._is_run(index) and x.shape[0]:
+                is_cut = index + 1 == len(self._layers) and batch.tail is not None
+                next_norm = None if is_cut else self._next_norm(index)
+                x, normed = layer(x, normed, None if ple is None else ple[:, index], next_norm, shared, pieces)
+            if index in taps:
+                tapped[index] = pieces.cut(x)
+        projected: Sequence[Tensor] = ()
+        if num_layers < self.num_kv_layers:
+            projected = [pieces.cut(part) for part in pieces.run(self._layers[num_layers].attention.project, normed, shared)]
+        normed = None if normed is None else pieces.cut(normed)
+        token_ids_T = pieces.cut(inputs.token_ids_U)
+        return Stream(pieces.cut(x), normed, projected, token_ids_T, pieces.cut(embedded), shared, tapped)
+
+    def _forward_tail(
+        self, batch: ForwardBatch, pool: Pool, backends: Sequence[AttentionBackend], num_whole: int, stream: Stream
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the layers from `num_whole` on for the tail of a step. All KV of the step has been written."""
+        tail, index_L = batch.tail, batch.logits_index_L
+        assert tail is not None, "a step without a tail has no shorter layers"
+        ropes = [self.ops.rope(tail.positions_T, inv_freq) for inv_freq in self.inv_freqs]
+        stores = [None] * len(pool.layout.groups)
+        shared = self._pass(tail, pool, backends, stores, ropes, stream.shared.fresh)
+        token_ids_L = tail.token_ids_T if batch.input_rows is None else stream.token_ids_T[index_L]
+        ple = self._per_layer(token_ids_L, stream.embedded_TD[index_L], slice(num_whole, len(self._layers)))
+        x, normed = stream.x_TD[index_L], stream.normed_TD
+        if not x.shape[0]:
+            return x, None
+        if not stream.projected:
+            assert normed is not None, "no layer is left"
+            normed = normed[index_L]
+        for index, layer in enumerate(self._layers[num_whole:], num_whole):
+            ple_LP, next_norm = None if ple is None else ple[:, index - num_whole], self._next_norm(index)
+            if stream.projected and index == num_whole:
+                q_TNH, *own = stream.projected
+                heads_LX = layer.attention.attend(shared, q_TNH[index_L], *own)
+                x, normed = layer.finish(x, heads_LX, ple_LP, next_norm)
+            elif self._is_run(index):
+                x, normed = layer(x, normed, ple_LP, next_norm, shared, DIRECT)
+        return x, normed
+
+    def _is_run(self, index: int) -> bool:
+        return self._rehearsed is None or index in self._rehearsed
+
+    def _next_norm(self, index: int) -> Tensor:
+        """Return the weights of the norm after a layer."""
+        return self.norm if index + 1 == len(self._layers) else self._layers[index + 1].input_norm
 
     @contextmanager
     def one_of_each_kind(self, taps: Collection[int] = ()) -> Iterator[None]:
@@ -305,33 +372,27 @@ class Gemma4(Layer):
             if layer.attention.kv_source in owners:
                 layer.attention.scale_keys(self._layers[layer.attention.kv_source].attention)
 
-    def _pass(self, batch: ForwardBatch, pool: Pool, backends: Sequence[AttentionBackend], before: Pass | None = None) -> Pass:
-        """Make the values that the layers of a pass share.
+    def _begin(
+        self, inputs: TokenInputs, embedded_UD: Tensor, num_layers: int, pool: Pool
+    ) -> tuple[Tensor, Tensor | None, Sequence[Any], Sequence[Rope]]:
+        """Return the normed embeddings, and what the layers share: per-layer embeddings, addresses of KV, and rope."""
+        normed: Tensor = self.ops.rms_norm(embedded_UD, self._layers[0].input_norm, self.spec.rms_eps)
+        ple = self._per_layer(inputs.token_ids_U, embedded_UD, slice(0, num_layers))
+        groups = zip(inputs.kv_addresses, pool.layout.groups, strict=True)
+        stores = [self.ops.stores(address_U, group.stored_tokens) for address_U, group in groups]
+        return normed, ple, stores, [self.ops.rope(inputs.positions_U, inv_freq) for inv_freq in self.inv_freqs]
 
-        With `before`, the pass over the whole step, this is the pass over its tail, which stores nothing.
-        """
-        groups = pool.layout.groups
-        if before is None:
-            stores = [self.ops.stores(batch.groups[g.index].kv_address_T, g.stored_tokens) for g in groups]
-        else:
-            stores = [None] * len(groups)
-        return Pass(
-            batch=batch,
-            pool=pool,
-            backends=backends,
-            group_of={layer: group.index for group in groups for layer in group.layers},
-            stores=stores,
-            ropes=[self.ops.rope(batch.positions_T, inv_freq) for inv_freq in self.inv_freqs],
-            fresh={} if before is None else before.fresh,
-        )
-
-    def _embed(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Return the token ids and input embeddings [T, D]. Input rows replace embeddings and have token id 0."""
-        rows = batch.input_rows
-        if rows is None:
-            return batch.token_ids_T, self.embedding.embed(batch.token_ids_T)
-        token_ids_T = batch.token_ids_T.index_fill(0, rows.index_M, INPUT_ROW_TOKEN)
-        return token_ids_T, self.embedding.embed(token_ids_T).index_copy_(0, rows.index_M, rows.rows_MD)
+    def _pass(
+        self,
+        batch: ForwardBatch,
+        pool: Pool,
+        backends: Sequence[AttentionBackend],
+        stores: Sequence[Any],
+        ropes: Sequence[Rope],
+        fresh: dict[int, tuple[Tensor, Tensor]],
+    ) -> Pass:
+        groups = {layer: group.index for group in pool.layout.groups for layer in group.layers}
+        return Pass(batch, pool, backends, group_of=groups, stores=stores, ropes=ropes, fresh=fresh)
 
     def _per_layer(self, token_ids_T: Tensor, embedded_TD: Tensor, layers: slice) -> Tensor | None:
         return None if self.ple is None else self.ple(token_ids_T, embedded_TD, layers)

@@ -14,10 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from culet.attention.batch import ForwardBatch, GroupBatch, InputRows, RowFacts
+from culet.attention.batch import INPUT_ROW_TOKEN, ForwardBatch, GroupBatch, InputRows, RowFacts
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.kernels.host_transfer import PackedArrays
-from culet.models.gemma4 import INPUT_ROW_TOKEN
 from culet.runner.media.step_media import StepMedia
 from culet.types import Row
 

@@ -36,6 +36,7 @@ from culet.drafters.base import ABSTAINED, Drafter
 from culet.kernels.captures import Captures, step_stream
 from culet.kernels.host_transfer import HostCopy, on_device
 from culet.models.gemma4 import Gemma4
+from culet.models.pieces import DIRECT
 from culet.runner.checks import check_deferred, check_step
 from culet.runner.clock import DeviceClock
 from culet.runner.deferred_kv import DeferredKV, DeferredWrite, keeps_features
@@ -96,9 +97,13 @@ class Runner:
 
     # Preparation
 
-    def use_fixed_shapes(self) -> FixedShapes:
-        """From now on, run decode and verify steps in fixed shapes, so that they can be captured as CUDA graphs."""
-        self.fixed = FixedShapes.create(self.target, self.tokens_SL, self.accepted_S, self.drafter, self.deferred)
+    def use_fixed_shapes(self, max_prompt: int = 0) -> FixedShapes:
+        """From now on, run decode and verify steps in fixed shapes, so that they can be captured as CUDA graphs.
+
+        Steps with prompts get fixed sizes, if they have up to `max_prompt` tokens.
+        """
+        shared = self.tokens_SL, self.accepted_S
+        self.fixed = FixedShapes.create(self.target, *shared, self.drafter, self.deferred, max_prompt)
         return self.fixed
 
     def drop_fixed_shapes(self) -> None:
@@ -264,7 +269,8 @@ class Runner:
             unread = self.deferred.group
         batch = self.target.own_share(fill(rows, self.pool.layout, self.tokens_SL, unread, route.media))
         self.target.plan(batch)
-        hidden = self.target.forward(batch)
+        pieces = DIRECT if self.fixed is None else self.fixed.prompts.pieces_for(batch)
+        hidden = self.target.forward(batch, pieces)
         if self.deferred is not None:
             self.deferred.keep_or_write(rows, batch, hidden.tapped)
         return ForwardOutput(batch, hidden)

@@ -15,6 +15,7 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch, own_share
 from culet.cache.pool import Pool
 from culet.models.gemma4 import Gemma4, Hidden
+from culet.models.pieces import DIRECT, Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,9 @@ class Target:
         """Do the backends' work on the host. Call before `forward`."""
         self.model.plan(batch, self.pool, self.backends)
 
-    def forward(self, batch: ForwardBatch) -> Hidden:
+    def forward(self, batch: ForwardBatch, pieces: Pieces = DIRECT) -> Hidden:
         """Run the forward pass. It only launches kernels."""
-        return self.model.forward(batch, self.pool, self.backends, self.taps)
+        return self.model.forward(batch, self.pool, self.backends, self.taps, pieces)
 
     def logits(self, last_LD: Tensor) -> Tensor:
         return self.model.logits(last_LD)

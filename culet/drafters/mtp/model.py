@@ -139,7 +139,8 @@ class MTPModel(Layer):
         # No layer has experts or KV of its own, so each norm has one reader and is fused with it.
         x, q = first.attention.qkv.residual_norm_linear(x_RD, None, (None, first.input_norm), eps)
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
-            attended, norms = layer.attention.attend(q, shared, x.dtype), (layer.post_attention_norm, layer.pre_mlp_norm)
+            attended = layer.attention.attend_over_target(q, shared, x.dtype)
+            norms = layer.post_attention_norm, layer.pre_mlp_norm
             x, opened = layer.mlp.gate_up.residual_norm_linear(x, attended, norms, eps, gate="gelu")
             added, weight = layer.mlp.down.linear_parts(opened), layer.post_mlp_norm
             if after is None:

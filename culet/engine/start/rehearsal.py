@@ -93,7 +93,8 @@ class Rehearsal:
             for plan in self._ladder():
                 runner.launch(plan)
             if self.has_graphs:
-                fixed = runner.use_fixed_shapes()
+                fixed = runner.use_fixed_shapes(self.budget)
+                fixed.rehearse_prompts()
                 for bucket in fixed.steps.buckets:
                     shapes = [(0, bucket.num_queries, bucket.num_queries)] * bucket.num_rows
                     fixed.rehearse_step(self._plan(shapes).rows, bucket)
@@ -190,7 +191,7 @@ class Rehearsal:
         device = self.model.device
         before = torch.cuda.memory_allocated(device)
         runner = self._runner()
-        fixed = runner.use_fixed_shapes() if self.has_graphs else None
+        fixed = runner.use_fixed_shapes(self.budget) if self.has_graphs else None
         buffers = max(0, torch.cuda.memory_allocated(device) - before - 2 * self.layout.slab_bytes)
         graphs = 0
         if fixed is not None:
@@ -205,8 +206,9 @@ class Rehearsal:
 
     def _graph_bytes(self, runner: Runner, fixed: FixedShapes) -> int:
         """Estimate the memory of all the runner's graphs by capturing a few of them and freeing them again."""
-        captures = Captures(self.model.device)
-        total = self._measure_graphs(fixed.steps.buckets, lambda bucket: fixed.steps.capture(captures, [bucket]))
+        captures, prompts = Captures(self.model.device), fixed.prompts
+        total = self._measure_graphs(prompts.sizes, lambda size: prompts.capture(captures, [size])) if prompts.sizes else 0
+        total += self._measure_graphs(fixed.steps.buckets, lambda bucket: fixed.steps.capture(captures, [bucket]))
         if fixed.draws is not None:
             largest = max(fixed.draws.buckets, key=lambda bucket: bucket.num_tokens)
             fixed.steps.capture(captures, [largest])

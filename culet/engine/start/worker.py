@@ -349,12 +349,13 @@ def _make_runner(
 
 
 def _capture_graphs(setup: Setup, runner: Runner) -> None:
-    fixed = runner.use_fixed_shapes()
+    fixed = runner.use_fixed_shapes(setup.config.schedule.max_num_batched_tokens)
     num_captured = runner.capture(Captures(setup.device))
     torch.cuda.synchronize(setup.device)
     sizes = ", ".join(map(str, sorted({bucket.num_rows for bucket in fixed.steps.buckets})))
     kinds = "decode steps" if setup.draft_plan is None else "decode steps, verify steps and draft rounds"
-    chose("CUDA graphs", num_captured, f"{kinds} of up to {sizes} sequences")
+    prompts = f", prompts of up to {fixed.prompts.sizes[-1]} tokens" if fixed.prompts.sizes else ""
+    chose("CUDA graphs", num_captured, f"{kinds} of up to {sizes} sequences{prompts}")
 
 
 def _use_media(setup: Setup, runner: Runner, towers: Towers | None) -> None:

@@ -1,4 +1,4 @@
-"""All parts of a runner with fixed shapes: decode and verify steps, their draws, draft rounds, and deferred KV.
+"""All parts of a runner with fixed shapes: decode and verify steps, their draws, short prompts, draft rounds, and deferred KV.
 
 This module creates, rehearses and captures the parts together. The runner calls them one after another within a step. They
 share buffers: draws and rounds read the output of the step before them, a step also keeps or writes the drafter's KV
@@ -17,6 +17,7 @@ from culet.drafters.base import Drafter
 from culet.kernels.captures import Captures
 from culet.runner.deferred_kv import DeferredKV
 from culet.runner.draft_round import draft_lengths
+from culet.runner.fixed.prompts import FixedPrompts
 from culet.runner.fixed.rounds import FixedRounds
 from culet.runner.fixed.steps import Bucket, FixedSteps
 from culet.runner.target import Target
@@ -34,14 +35,22 @@ class FixedShapes:
     """
 
     steps: FixedSteps
+    prompts: FixedPrompts
     draws: FixedDraws | None
     rounds: FixedRounds | None
     deferred: DeferredKV | None
 
     @classmethod
     def create(
-        cls, target: Target, tokens_SL: Tensor, accepted_S: Tensor, drafter: Drafter | None, deferred: DeferredKV | None
+        cls,
+        target: Target,
+        tokens_SL: Tensor,
+        accepted_S: Tensor,
+        drafter: Drafter | None,
+        deferred: DeferredKV | None,
+        max_prompt: int,
     ) -> FixedShapes:
+        """Make all parts. Prompts of up to `max_prompt` tokens get fixed sizes."""
         lengths = () if drafter is None else draft_lengths(drafter.max_drafts)
         query_counts = (1, *(count + 1 for count in lengths))
         steps = FixedSteps(target, tokens_SL, accepted_S, query_counts=query_counts, deferred=deferred)
@@ -57,7 +66,7 @@ class FixedShapes:
             rounds = FixedRounds(drafter, target.pool, tokens_SL, steps.tables, hidden_size=hidden_size, dtype=dtype)
         if deferred is not None:
             deferred.use_fixed_sizes()
-        return cls(steps, draws, rounds, deferred)
+        return cls(steps, FixedPrompts(target, tokens_SL, max_prompt), draws, rounds, deferred)
 
     def rehearse_step(self, rows: Sequence[Row], bucket: Bucket) -> None:
         """Run a step, its draws and the start of its round, so that their kernels are compiled. The results do not matter."""
@@ -80,8 +89,14 @@ class FixedShapes:
             for size in self.deferred.sizes:
                 self.deferred.rehearse(size)
 
+    def rehearse_prompts(self) -> None:
+        """Run prompts of all sizes."""
+        for size in self.prompts.sizes:
+            self.prompts.rehearse(size)
+
     def capture(self, captures: Captures) -> int:
         """Capture everything and return the number of graphs."""
+        self.prompts.capture(captures)
         self.steps.capture(captures)
         self.capture_draws(captures)
         parts = [part for part in (self.rounds, self.deferred) if part is not None]
@@ -101,5 +116,5 @@ class FixedShapes:
 
     @property
     def num_captured(self) -> int:
-        parts = (self.steps, self.draws, self.rounds, self.deferred)
+        parts = (self.prompts, self.steps, self.draws, self.rounds, self.deferred)
         return sum(part.num_captured for part in parts if part is not None)

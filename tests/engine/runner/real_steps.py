@@ -71,8 +71,8 @@ def compute_at_once(
     passed: list[Hidden] = []
     original = model.forward
 
-    def capture(batch: Any, pool: Any, backends: Any, own_taps: tuple[int, ...] = ()) -> Hidden:
-        passed.append(original(batch, pool, backends, taps or own_taps))
+    def capture(batch: Any, pool: Any, backends: Any, own_taps: tuple[int, ...], *others: Any) -> Hidden:
+        passed.append(original(batch, pool, backends, taps or own_taps, *others))
         return passed[-1]
 
     row = Row(0, 0, len(tokens), len(tokens), tuple(tables), (0,) * len(tables))

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from culet.cache.pool import Pool
+from culet.models.spec import read_spec
+from culet.models.variants import VARIANTS
 from culet.runner.fixed.page_tables import table_columns
+from culet.runner.fixed.prompts import SIZES, PaddedPieces, prompt_sizes
 from culet.runner.fixed.steps import Bucket, FixedSteps, bucket_sizes
 from culet.runner.runner import Runner
 from culet.runner.target import Target
@@ -47,15 +50,23 @@ class FixedRig(Rig):
         self.runner = Runner(model, pool, backends, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, drafter=drafter)
         if drafter is not None:
             watch(self.runner, drafter)
-        self.fixed = self.runner.use_fixed_shapes().steps
+        shapes = self.runner.use_fixed_shapes(max_prompt=128)
+        self.fixed = shapes.steps
         self.used: list[Bucket] = []
-        run = self.fixed.run
+        self.sizes: list[int | None] = []  # of steps with prompts, None if they were not padded
+        run, pieces_for = self.fixed.run, shapes.prompts.pieces_for
 
         def spy(rows, bucket):
             self.used.append(bucket)
             return run(rows, bucket)
 
+        def spy_pieces(batch):
+            pieces = pieces_for(batch)
+            self.sizes.append(pieces.size if isinstance(pieces, PaddedPieces) else None)
+            return pieces
+
         self.fixed.run = spy  # type: ignore[method-assign]
+        shapes.prompts.pieces_for = spy_pieces  # type: ignore[method-assign]
 
 
 def test_bucket_sizes():
@@ -66,6 +77,24 @@ def test_bucket_sizes():
     for count in range(1, 300):  # no count is padded by more than half of itself plus one
         size = next(size for size in bucket_sizes(300) if size >= count)
         assert size - count <= count // 2 + 1
+
+
+def test_prompt_sizes():
+    """Small models launch more slowly than they compute, up to longer prompts."""
+    longest = {name: prompt_sizes(read_spec(VARIANTS[name]), 8192)[-1] for name in ("E2B", "E4B", "12B", "26B-A4B", "31B")}
+    assert longest == {"E2B": 2048, "E4B": 2048, "12B": 768, "26B-A4B": 1792, "31B": 384}
+    assert prompt_sizes(read_spec(VARIANTS["E4B"]), 500) == SIZES[:5]
+    assert prompt_sizes(read_spec(VARIANTS["E4B"]), 0) == ()
+
+
+def test_prompts_in_sizes(model):
+    """A prompt that grows in chunks, beside others and alone, has the same answer in each size and without one."""
+    requests = [make_request(f"p{length}", length, GREEDY, num_tokens=4) for length in (63, 65, 120, 72)]
+    plain = Rig(model, max_num_seqs=6, budget=130).run(*requests)
+    rig = FixedRig(model, max_num_seqs=6, budget=130, is_poisoned=True)
+    assert rig.run(*requests) == plain
+    assert set(rig.sizes) >= {64, 128, None}
+    assert not rig.pool._slabs[rig.pool.spare_page].any()  # padding stored nothing
 
 
 def fixed_steps(model, max_num_seqs=16, query_counts=(1,)) -> FixedSteps:
@@ -104,6 +133,7 @@ def test_fixed_steps_change_nothing(model, name):
     rig = FixedRig(model, max_num_seqs=6, budget=40, is_poisoned=True)
     assert rig.run(*requests) == plain
     assert {bucket.num_rows for bucket in rig.used} >= {1, 2, 4, 6}
+    assert set(rig.sizes) == {64}
     assert not rig.pool._slabs[rig.pool.spare_page].any()  # padding stored nothing
 
 

@@ -1,0 +1,53 @@
+"""The pieces of a forward pass: the launches between one layer's attention and the next.
+
+They depend only on the number of tokens, while attention also depends on the rows of a step. So `runner/fixed/prompts.py` pads
+the tokens and replays each piece as a CUDA graph, and attention runs between them in the step's own shape.
+
+Shapes: T tokens of the step · U the same, padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from torch import Tensor
+
+from culet.attention.batch import INPUT_ROW_TOKEN, ForwardBatch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class TokenInputs(NamedTuple):
+    """What pieces read of a batch."""
+
+    token_ids_U: Tensor
+    positions_U: Tensor
+    kv_addresses: tuple[Tensor, ...]  # by KV group, [U]; padding is not stored
+
+
+class Pieces:
+    """Runs every piece at once, without padding."""
+
+    def inputs(self, batch: ForwardBatch) -> TokenInputs:
+        """Begin a forward pass of `batch` and return what its pieces read."""
+        token_ids_T, rows = batch.token_ids_T, batch.input_rows
+        if rows is not None:
+            token_ids_T = token_ids_T.index_fill(0, rows.index_M, INPUT_ROW_TOKEN)
+        return TokenInputs(token_ids_T, batch.positions_T, tuple([group.kv_address_T for group in batch.groups]))
+
+    def run(self, piece: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return the result of a piece. Only its tensors can be relied on."""
+        return piece(*args, **kwargs)
+
+    def pad(self, tensor_T: Tensor) -> Tensor:
+        """Return a result of attention as the next piece reads it, [U, ...]."""
+        return tensor_T
+
+    def cut(self, tensor_U: Tensor) -> Tensor:
+        """Return a piece's result without padding, [T, ...]."""
+        return tensor_U
+
+
+DIRECT = Pieces()

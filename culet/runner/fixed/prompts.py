@@ -1,0 +1,168 @@
+"""Steps with prompts of up to 2,048 tokens, whose launches between two calls of attention are replayed as CUDA graphs.
+
+A short prompt has hundreds of kernels, which run in less time than the host needs to launch them. `models/pieces.py` says what
+a piece is. Each size has graphs of all its pieces, and a step takes the smallest size that holds its tokens. Attention runs
+between the graphs and is launched as in any other step, so a step may mix prompts with other rows. Padding tokens store no KV,
+and no row reads them.
+
+A long prompt keeps the device busy for longer than the host needs, so it runs without padding and graphs.
+
+Shapes: T tokens of a step · U tokens of a size, including padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from culet.attention.batch import INPUT_ROW_TOKEN, ForwardBatch
+from culet.kernels.captures import Captures, borrowed
+from culet.kernels.replay import replayed
+from culet.models.pieces import DIRECT, Pieces, TokenInputs
+from culet.models.sizes import text_weights
+from culet.models.spec import ModelSpec
+from culet.runner.fill import fill
+from culet.runner.target import Target
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SIZES = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+LAYER_SECONDS = 6e-4  # the host's time for the launches of a layer
+DEVICE_FLOPS = 6.5e14  # operations per second of a large GPU. A smaller one pads prompts that it would not have to.
+
+
+def prompt_sizes(spec: ModelSpec, limit: int) -> tuple[int, ...]:
+    """Return the sizes of up to `limit` tokens at which the host needs longer to launch a layer than the GPU to run it."""
+    weights = text_weights(spec)
+    used = weights["attention"] + weights["dense MLP"]
+    if spec.moe is not None:
+        used += weights["routed experts"] * spec.moe.top_k // spec.moe.num_experts
+    longest = len(spec.layers) * LAYER_SECONDS * DEVICE_FLOPS / (2 * used)
+    return tuple(size for size in SIZES if size <= min(limit, longest))
+
+
+class FixedPrompts:
+    """The pieces of a target in all sizes. A step has the same result with and without graphs."""
+
+    def __init__(self, target: Target, tokens_SL: Tensor, limit: int) -> None:
+        """Make sizes of up to `limit` tokens. Ranks exchange sums within a piece, so they have none."""
+        self.target, self._tokens_SL = target, tokens_SL
+        self.sizes = prompt_sizes(target.model.spec, limit) if target.model.rank.size == 1 else ()
+        buffers = _Buffers.allocate(max(self.sizes, default=0), len(target.pool.layout.groups), target.device)
+        self._pieces = {size: PaddedPieces(size, buffers) for size in self.sizes}
+
+    def pieces_for(self, batch: ForwardBatch) -> Pieces:
+        """Return the smallest pieces that hold the tokens of a step with prompts."""
+        if batch.tail is None:  # decode or verify
+            return DIRECT
+        return next((self._pieces[size] for size in self.sizes if size >= batch.num_tokens), DIRECT)
+
+    @torch.inference_mode()
+    def rehearse(self, size: int) -> None:
+        """Run all pieces of a size without rows, so that their kernels are compiled."""
+        self._run_without_rows(self._pieces[size])
+
+    @torch.inference_mode()
+    def capture(self, captures: Captures, sizes: Sequence[int] | None = None) -> None:
+        """Capture the pieces of `sizes` (default: all), the largest first."""
+        for size in sorted(sizes or self.sizes, reverse=True):
+            self.rehearse(size)
+            torch.cuda.synchronize(self.target.device)
+            with self._pieces[size].capturing(captures):
+                self._run_without_rows(self._pieces[size])
+
+    @property
+    def num_captured(self) -> int:
+        return sum(pieces.num_captured for pieces in self._pieces.values())
+
+    def _run_without_rows(self, pieces: PaddedPieces) -> None:
+        target = self.target
+        batch = fill((), target.pool.layout, self._tokens_SL)
+        batch = replace(batch, tail=batch)
+        target.plan(batch)
+        num_layers = target.model.num_whole_layers(target.taps)
+        target.model.forward_whole(batch, target.pool, target.backends, target.taps, num_layers, pieces)
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """What pieces of all sizes read. Only the first tokens of a buffer belong to a step, the others are padding."""
+
+    token_ids_U: Tensor
+    positions_U: Tensor
+    kv_address_GU: Tensor
+    heads: dict[int, Tensor]  # the outputs of attention [U, X], by X
+
+    @classmethod
+    def allocate(cls, size: int, num_groups: int, device: torch.device) -> _Buffers:
+        zeros_U = torch.zeros(size, dtype=torch.int64, device=device)
+        return cls(zeros_U, zeros_U.clone(), zeros_U.new_full((num_groups, size), -1), {})
+
+
+class PaddedPieces(Pieces):
+    """Runs the pieces of one size at fixed addresses. Once they are captured, it replays them."""
+
+    def __init__(self, size: int, buffers: _Buffers) -> None:
+        self.size, self._buffers = size, buffers
+        self._captures: Captures | None = None  # set while the pieces are captured
+        self._graphs: list[tuple[torch.cuda.CUDAGraph, Any]] = []  # with their results, in the order of the pieces
+        self._next = self._num_tokens = 0
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
+
+    @contextmanager
+    def capturing(self, captures: Captures) -> Iterator[None]:
+        """Capture every piece that runs. A piece's result belongs to the graphs' memory, which later pieces may use again."""
+        self._captures, self._graphs = captures, []
+        try:
+            yield
+        finally:
+            self._captures = None
+
+    def inputs(self, batch: ForwardBatch) -> TokenInputs:
+        buffers, count = self._buffers, batch.num_tokens
+        self._next, self._num_tokens = 0, count
+        buffers.token_ids_U[:count].copy_(batch.token_ids_T)
+        if batch.input_rows is not None:
+            buffers.token_ids_U.index_fill_(0, batch.input_rows.index_M, INPUT_ROW_TOKEN)
+        buffers.positions_U[:count].copy_(batch.positions_T)
+        buffers.kv_address_GU[:, count : self.size].fill_(-1)
+        for group, address_U in zip(batch.groups, buffers.kv_address_GU, strict=True):
+            if group.kv_address_T.shape[0] == count:  # a group that the step does not use has none
+                address_U[:count].copy_(group.kv_address_T)
+        addresses = tuple([address_U[: self.size] for address_U in buffers.kv_address_GU])
+        return TokenInputs(buffers.token_ids_U[: self.size], buffers.positions_U[: self.size], addresses)
+
+    def run(self, piece: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._captures is None and not self._graphs:
+            with replayed():
+                return piece(*args, **kwargs)
+        if self._captures is not None:
+            with replayed():
+                graph, result = self._captures.capture_warm(partial(piece, *args, **kwargs))
+            self._graphs.append((graph, borrowed(result)))
+            return result
+        graph, result = self._graphs[self._next]
+        self._next += 1
+        graph.replay()
+        return result
+
+    def pad(self, tensor_T: Tensor) -> Tensor:
+        whole = self._buffers.heads.get(tensor_T.shape[1])
+        if whole is None:
+            whole = tensor_T.new_zeros(self._buffers.token_ids_U.shape[0], tensor_T.shape[1])
+            self._buffers.heads[tensor_T.shape[1]] = whole
+        whole[: self._num_tokens].copy_(tensor_T)
+        return whole[: self.size]
+
+    def cut(self, tensor_U: Tensor) -> Tensor:
+        return tensor_U[: self._num_tokens]
