@@ -124,11 +124,8 @@ class Attention(Layer):
         return prepared
 
     def attend(self, shared: Pass, q_TNH: Tensor, *own: Tensor) -> Tensor:
-        """Return the output of all heads [T, N * H] for the queries of `shared`, which may be the tail of a step.
-
-        `own` are the keys and values of all tokens of the step, if the layer owns KV.
-        """
-        if self.is_source:
+        """Return the output of all heads [T, N * H]. `own` are the new keys and values, if the layer owns KV."""
+        if own and self.is_source:
             k_TGH, v_TGH = own
             shared.fresh[self.layer] = k_TGH, v_TGH
         k_TGH, v_TGH = own or shared.fresh[self.kv_source]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +25,7 @@ from culet.layers.mlp import MLP
 from culet.layers.rope import inverse_frequencies
 from culet.layers.weight.base import Matrix, Projection, Split
 from culet.layers.weight.weights import Weights
-from culet.models.pieces import DIRECT, Pieces, TokenInputs
+from culet.models.pieces import DIRECT, Pieces, TailInputs, TokenInputs
 from culet.models.spec import LayerSpec, ModelSpec, RopeSpec
 from culet.parallel.reduce.norms import RankNorms
 from culet.parallel.reduce.parts import AllReduce, join_columns
@@ -219,13 +220,12 @@ class Gemma4(Layer):
         num_layers, index_L = len(self._layers), batch.logits_index_L
         num_whole = num_layers if batch.tail is None else self.num_whole_layers(taps)
         stream = self.forward_whole(batch, pool, backends, taps, num_whole, pieces)
-        x, normed = stream.x_TD, stream.normed_TD
+        normed = stream.normed_TD
         if num_whole < num_layers:
-            x, normed = self._forward_tail(batch, pool, backends, num_whole, stream)
-        elif normed is None:
-            x = x[index_L]  # cut before the final norm, not after
-        if normed is None:
-            normed = self.ops.rms_norm(x, self.norm, self.spec.rms_eps)
+            layers = partial(self.forward_tail, pool, backends, num_whole)
+            normed = pieces.run_tail(layers, *self._tail_of(batch, stream))
+        elif normed is None:  # cut the stream before the final norm, not after
+            normed = self.ops.rms_norm(stream.x_TD[index_L], self.norm, self.spec.rms_eps)
         if AFTER_FINAL_NORM in taps:
             stream.tapped[AFTER_FINAL_NORM] = normed
         return Hidden(normed, stream.tapped)
@@ -268,32 +268,39 @@ class Gemma4(Layer):
         token_ids_T = pieces.cut(inputs.token_ids_U)
         return Stream(pieces.cut(x), normed, projected, token_ids_T, pieces.cut(embedded), shared, tapped)
 
-    def _forward_tail(
-        self, batch: ForwardBatch, pool: Pool, backends: Sequence[AttentionBackend], num_whole: int, stream: Stream
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run the layers from `num_whole` on for the tail of a step. All KV of the step has been written."""
+    def _tail_of(self, batch: ForwardBatch, stream: Stream) -> tuple[TailInputs, ForwardBatch]:
+        """Return the tail of a step, and the stream at its tokens."""
         tail, index_L = batch.tail, batch.logits_index_L
+        first_TX = stream.projected[0] if stream.projected else stream.normed_TD
         assert tail is not None, "a step without a tail has no shorter layers"
-        ropes = [self.ops.rope(tail.positions_T, inv_freq) for inv_freq in self.inv_freqs]
-        stores = [None] * len(pool.layout.groups)
-        shared = self._pass(tail, pool, backends, stores, ropes, stream.shared.fresh)
-        token_ids_L = tail.token_ids_T if batch.input_rows is None else stream.token_ids_T[index_L]
-        ple = self._per_layer(token_ids_L, stream.embedded_TD[index_L], slice(num_whole, len(self._layers)))
-        x, normed = stream.x_TD[index_L], stream.normed_TD
+        assert first_TX is not None, "no layer is left"
+        if batch.input_rows is not None:
+            tail = replace(tail, token_ids_T=stream.token_ids_T[index_L])
+        return TailInputs(stream.x_TD[index_L], stream.embedded_TD[index_L], first_TX[index_L]), tail
+
+    def forward_tail(
+        self, pool: Pool, backends: Sequence[AttentionBackend], num_whole: int, inputs: TailInputs, tail: ForwardBatch
+    ) -> Tensor:
+        """Run the layers from `num_whole` on for the tail of a step. Return the stream after the final norm.
+
+        Pages hold all keys and values that the tail sees.
+        """
+        x = inputs.x_LD
         if not x.shape[0]:
-            return x, None
-        if not stream.projected:
-            assert normed is not None, "no layer is left"
-            normed = normed[index_L]
+            return x
+        ropes = [self.ops.rope(tail.positions_T, inv_freq) for inv_freq in self.inv_freqs]
+        fresh = dict.fromkeys(range(self.num_kv_layers), (x[:0], x[:0]))
+        shared = self._pass(tail, pool, backends, [None] * len(pool.layout.groups), ropes, fresh)
+        ple = self._per_layer(tail.token_ids_T, inputs.embedded_LD, slice(num_whole, len(self._layers)))
+        normed: Tensor | None = inputs.first_LX
         for index, layer in enumerate(self._layers[num_whole:], num_whole):
             ple_LP, next_norm = None if ple is None else ple[:, index - num_whole], self._next_norm(index)
-            if stream.projected and index == num_whole:
-                q_TNH, *own = stream.projected
-                heads_LX = layer.attention.attend(shared, q_TNH[index_L], *own)
-                x, normed = layer.finish(x, heads_LX, ple_LP, next_norm)
+            if index < self.num_kv_layers:
+                x, normed = layer.finish(x, layer.attention.attend(shared, inputs.first_LX), ple_LP, next_norm)
             elif self._is_run(index):
                 x, normed = layer(x, normed, ple_LP, next_norm, shared, DIRECT)
-        return x, normed
+        assert normed is not None, "the last layer ends with the final norm"
+        return normed
 
     def _is_run(self, index: int) -> bool:
         return self._rehearsed is None or index in self._rehearsed

@@ -1,14 +1,16 @@
 """The pieces of a forward pass: the launches between one layer's attention and the next.
 
 They depend only on the number of tokens, while attention also depends on the rows of a step. So `runner/fixed/prompts.py` pads
-the tokens and replays each piece as a CUDA graph, and attention runs between them in the step's own shape.
+the tokens and replays each piece as a CUDA graph, and attention runs between them in the step's own shape. The layers that run
+only for the tail of a step are one piece, because attention of single tokens depends only on their number.
 
-Shapes: T tokens of the step · U the same, padded.
+Shapes: T tokens of the step · U the same, padded · L tokens of its tail · D model · N heads · H head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -25,6 +27,20 @@ class TokenInputs(NamedTuple):
     token_ids_U: Tensor
     positions_U: Tensor
     kv_addresses: tuple[Tensor, ...]  # by KV group, [U]; padding is not stored
+
+
+@dataclass(frozen=True, slots=True)
+class TailInputs:
+    """What the layers of a step's tail start from."""
+
+    x_LD: Tensor  # the residual stream
+    embedded_LD: Tensor
+    first_LX: Tensor  # queries [L, N, H] of the first layer if it owns KV, which is written, otherwise its normed input [L, D]
+
+
+TailLayers = Callable[
+    [TailInputs, ForwardBatch], Tensor
+]  # takes the tail as a batch, returns the normed stream after all layers
 
 
 class Pieces:
@@ -48,6 +64,10 @@ class Pieces:
     def cut(self, tensor_U: Tensor) -> Tensor:
         """Return a piece's result without padding, [T, ...]."""
         return tensor_U
+
+    def run_tail(self, layers: TailLayers, inputs: TailInputs, tail: ForwardBatch) -> Tensor:
+        """Return the result of the layers that run only for the tail, [L, D]."""
+        return layers(inputs, tail)
 
 
 DIRECT = Pieces()

@@ -115,12 +115,14 @@ class DeviceTables:
                 table[count:num_rows].fill_(self.spare_page)
 
     def copy(self, groups: Sequence[GroupBatch], row_R: Tensor | None, count: int, num_rows: int) -> None:
-        """Overwrite the tables with those of a batch, for a draft round of `count` rows that is padded to `num_rows`.
+        """Overwrite the tables with those of a batch, for a draft round or a tail of `count` rows, padded to `num_rows`.
 
         `row_R` are the rows of the batch, or None for its first `count` rows.
         """
         self._held = None
         for group, table in zip(groups, self.groups, strict=True):
+            if not group.pages_BP.numel():  # the step leaves this group out
+                continue
             pages_RP = group.pages_BP[:count] if row_R is None else group.pages_BP.index_select(0, row_R)
             if pages_RP.data_ptr() != table.data_ptr():  # otherwise the batch is a fixed-shape step, which reads these tables
                 table[:count, : pages_RP.shape[1]].copy_(pages_RP)

@@ -24,10 +24,13 @@ from torch import Tensor
 from culet.attention.batch import INPUT_ROW_TOKEN, ForwardBatch
 from culet.kernels.captures import Captures, borrowed
 from culet.kernels.replay import replayed
-from culet.models.pieces import DIRECT, Pieces, TokenInputs
+from culet.models.pieces import DIRECT, Pieces, TailInputs, TailLayers, TokenInputs
 from culet.models.sizes import text_weights
 from culet.models.spec import ModelSpec
 from culet.runner.fill import fill
+from culet.runner.fixed.page_tables import DeviceTables
+from culet.runner.fixed.steps import bucket_sizes
+from culet.runner.fixed.tails import FixedTails
 from culet.runner.target import Target
 
 P = ParamSpec("P")
@@ -35,6 +38,7 @@ R = TypeVar("R")
 
 SIZES = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 LAYER_SECONDS = 6e-4  # the host's time for the launches of a layer
+LEAST_TAIL_LAYERS = 4  # in fewer layers there is too little to launch
 DEVICE_FLOPS = 6.5e14  # operations per second of a large GPU. A smaller one pads prompts that it would not have to.
 
 
@@ -51,12 +55,15 @@ def prompt_sizes(spec: ModelSpec, limit: int) -> tuple[int, ...]:
 class FixedPrompts:
     """The pieces of a target in all sizes. A step has the same result with and without graphs."""
 
-    def __init__(self, target: Target, tokens_SL: Tensor, limit: int) -> None:
+    def __init__(self, target: Target, tokens_SL: Tensor, tables: DeviceTables, limit: int) -> None:
         """Make sizes of up to `limit` tokens. Ranks exchange sums within a piece, so they have none."""
         self.target, self._tokens_SL = target, tokens_SL
         self.sizes = prompt_sizes(target.model.spec, limit) if target.model.rank.size == 1 else ()
         buffers = _Buffers.allocate(max(self.sizes, default=0), len(target.pool.layout.groups), target.device)
-        self._pieces = {size: PaddedPieces(size, buffers) for size in self.sizes}
+        num_tail_layers = len(target.model.spec.layers) - target.model.num_whole_layers(target.taps)
+        has_tails = self.sizes and num_tail_layers >= LEAST_TAIL_LAYERS
+        self.tails = FixedTails(target, tables, bucket_sizes(tokens_SL.shape[0] - 1) if has_tails else ())
+        self._pieces = {size: PaddedPieces(size, buffers, self.tails) for size in self.sizes}
 
     def pieces_for(self, batch: ForwardBatch) -> Pieces:
         """Return the smallest pieces that hold the tokens of a step with prompts."""
@@ -70,6 +77,18 @@ class FixedPrompts:
         self._run_without_rows(self._pieces[size])
 
     @torch.inference_mode()
+    def rehearse_tails(self) -> None:
+        """Do the same for tails of all sizes."""
+        for size in self.tails.sizes:
+            self.tails.rehearse(size)
+
+    @torch.inference_mode()
+    def capture_tails(self, captures: Captures) -> None:
+        """Capture tails of all sizes, the largest first."""
+        for size in sorted(self.tails.sizes, reverse=True):
+            self.tails.capture(captures, size)
+
+    @torch.inference_mode()
     def capture(self, captures: Captures, sizes: Sequence[int] | None = None) -> None:
         """Capture the pieces of `sizes` (default: all), the largest first."""
         for size in sorted(sizes or self.sizes, reverse=True):
@@ -80,7 +99,7 @@ class FixedPrompts:
 
     @property
     def num_captured(self) -> int:
-        return sum(pieces.num_captured for pieces in self._pieces.values())
+        return self.tails.num_captured + sum(pieces.num_captured for pieces in self._pieces.values())
 
     def _run_without_rows(self, pieces: PaddedPieces) -> None:
         target = self.target
@@ -109,8 +128,8 @@ class _Buffers:
 class PaddedPieces(Pieces):
     """Runs the pieces of one size at fixed addresses. Once they are captured, it replays them."""
 
-    def __init__(self, size: int, buffers: _Buffers) -> None:
-        self.size, self._buffers = size, buffers
+    def __init__(self, size: int, buffers: _Buffers, tails: FixedTails) -> None:
+        self.size, self._buffers, self._tails = size, buffers, tails
         self._captures: Captures | None = None  # set while the pieces are captured
         self._graphs: list[tuple[torch.cuda.CUDAGraph, Any]] = []  # with their results, in the order of the pieces
         self._next = self._num_tokens = 0
@@ -166,3 +185,7 @@ class PaddedPieces(Pieces):
 
     def cut(self, tensor_U: Tensor) -> Tensor:
         return tensor_U[: self._num_tokens]
+
+    def run_tail(self, layers: TailLayers, inputs: TailInputs, tail: ForwardBatch) -> Tensor:
+        size = self._tails.find(tail)
+        return layers(inputs, tail) if size is None else self._tails.run(size, inputs, tail)

@@ -66,7 +66,7 @@ class FixedShapes:
             rounds = FixedRounds(drafter, target.pool, tokens_SL, steps.tables, hidden_size=hidden_size, dtype=dtype)
         if deferred is not None:
             deferred.use_fixed_sizes()
-        return cls(steps, FixedPrompts(target, tokens_SL, max_prompt), draws, rounds, deferred)
+        return cls(steps, FixedPrompts(target, tokens_SL, steps.tables, max_prompt), draws, rounds, deferred)
 
     def rehearse_step(self, rows: Sequence[Row], bucket: Bucket) -> None:
         """Run a step, its draws and the start of its round, so that their kernels are compiled. The results do not matter."""
@@ -93,10 +93,12 @@ class FixedShapes:
         """Run prompts of all sizes."""
         for size in self.prompts.sizes:
             self.prompts.rehearse(size)
+        self.prompts.rehearse_tails()
 
     def capture(self, captures: Captures) -> int:
         """Capture everything and return the number of graphs."""
         self.prompts.capture(captures)
+        self.prompts.capture_tails(captures)
         self.steps.capture(captures)
         self.capture_draws(captures)
         parts = [part for part in (self.rounds, self.deferred) if part is not None]

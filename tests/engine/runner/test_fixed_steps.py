@@ -93,7 +93,7 @@ def test_prompts_in_sizes(model):
     plain = Rig(model, max_num_seqs=6, budget=130).run(*requests)
     rig = FixedRig(model, max_num_seqs=6, budget=130, is_poisoned=True)
     assert rig.run(*requests) == plain
-    assert set(rig.sizes) >= {64, 128, None}
+    assert set(rig.sizes) >= {128, None}
     assert not rig.pool._slabs[rig.pool.spare_page].any()  # padding stored nothing
 
 
@@ -134,6 +134,8 @@ def test_fixed_steps_change_nothing(model, name):
     assert rig.run(*requests) == plain
     assert {bucket.num_rows for bucket in rig.used} >= {1, 2, 4, 6}
     assert set(rig.sizes) == {64}
+    has_tails = bool(rig.runner.fixed.prompts.tails.sizes)
+    assert has_tails == (model.spec.ple_dim > 0), "E2B has many layers that run only for the tail"
     assert not rig.pool._slabs[rig.pool.spare_page].any()  # padding stored nothing
 
 
