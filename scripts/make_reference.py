@@ -285,7 +285,7 @@ def vllm_table() -> str:
     """Return a table of vLLM's flags that Culet does not have."""
     lines = ["| vLLM | Culet |", "|---|---|"]
     for flags, advice in (entry for part in (REPLACED, UNNEEDED, UNSUPPORTED) for entry in part):
-        marked = re.sub(r"(?<!\w)(--[a-z-]+|[A-Z]+_[A-Z_]+(=\w+)?|\w+_\w+(\.\w+)?)", r"`\1`", advice)
+        marked = re.sub(r"(?<!\w)(--[a-z-]+(?: nccl| \w+=N)?|/?[A-Za-z]+_\w+(?:[.=]\w+)?)", r"`\1`", advice)
         lines.append(f"| {', '.join(f'`{flag}`' for flag in flags)} | {marked} |")
     return "\n".join(lines)
 
