@@ -86,6 +86,7 @@ def test_every_config_field_is_a_flag_with_its_doc() -> None:
     ("arguments", "message"),
     [
         (["nonsense"], "No such command 'nonsense'"),
+        (["serv"], "No such command 'serv'. Did you mean 'serve'?"),
         (["generate", "hello", "--no-such-flag"], "No such option"),
         (["generate", "hello", "--dtype", "int3"], "Invalid value for '--dtype': 'int3'"),
         (["generate", "hello", "--max-tokens", "many"], "Invalid value for '--max-tokens': 'many'"),
