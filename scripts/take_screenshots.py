@@ -1,7 +1,7 @@
 """Take screenshots of the web page with the built-in model for the docs: `python scripts/take_screenshots.py [FOLDER]`.
 
-Two conversations are real chats with the built-in model. The third, which shows code and mathematics, is imported from a file
-that this script writes. This needs the extra `test` and Chromium (`scripts/get-chromium .venv`).
+Three conversations are real chats with the built-in model. The fourth, which shows code and mathematics, is imported from a
+file that this script writes. This needs the extra `test` and Chromium (`scripts/get-chromium .venv`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 
 FOLDER = Path(__file__).parent.parent / "docs" / "images"
 WIDTHS = {"": (1180, 780), "-tablet": (820, 900), "-phone": (390, 780)}
-TALK = (
-    "Hi! My name is Oliver.",
-    "Tell me a short story about a brave cat.",
-    "Make a list of these: bread, milk and apples.",
-    "What is my name?",
-)
+SHAPES = FOLDER / "shapes.png"
+TALK = ("What do you see?", "Where is the heart?")  # about the picture, which comes with the first
+LIST = ("Make a list of these: bread, milk and apples.",)
 LOAD_S = 60  # the plots show one minute
 PROMPTS = (
     "Tell me a story about a brave fox.",
@@ -97,17 +94,20 @@ def written_conversation() -> bytes:
 
 def converse(page: Page, turns: tuple[str, ...]) -> None:
     for number, turn in enumerate(turns, start=1):
+        if turn == TALK[0]:
+            page.set_input_files("#attach-files", SHAPES)
+            expect(page.locator("#tray li")).to_have_count(1)
         page.get_by_label("Message", exact=True).fill(turn)
         page.keyboard.press("Enter")
         expect(page.locator("#messages .assistant:not(.writing)")).to_have_count(number, timeout=60_000)
 
 
 def prepare(context: BrowserContext, url: str) -> Page:
-    """Return a page with three conversations."""
+    """Return a page with four conversations."""
     page = context.new_page()
     page.goto(url)
     expect(page.locator("#examples button")).to_have_count(4, timeout=30_000)
-    for turns in (PROMPTS[:1], TALK):
+    for turns in (LIST, PROMPTS[:1], TALK):
         page.keyboard.press("Alt+n")
         converse(page, turns)
     file: Any = {"name": "mean.json", "mimeType": "application/json", "buffer": written_conversation()}
@@ -154,7 +154,7 @@ def take_engine(browser: Browser, url: str, folder: Path) -> None:
         user.start()
     time.sleep(LOAD_S)
     for scheme in ("light", "dark"):
-        context = browser.new_context(viewport={"width": 1180, "height": 780}, color_scheme=scheme)
+        context = browser.new_context(viewport={"width": 1180, "height": 880}, color_scheme=scheme)
         page = context.new_page()
         page.goto(f"{url}/#/engine")
         expect(page.locator(".plot").first).to_be_visible(timeout=30_000)

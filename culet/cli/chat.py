@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from culet.cli.chat_screen import Screen
-from culet.cli.options import config_of, config_options, sampling_of, sampling_options
+from culet.cli.chat_screen import Screen, loading
+from culet.cli.options import config_of, config_options, log_if, sampling_of, sampling_options, verbose_option
 from culet.config import BUILT_IN, MEDIA_KINDS
 from culet.errors import BadRequest, ContextTooLong
-from culet.log import setup_logging
 
 if TYPE_CHECKING:
     from culet.engine.llm import LLM
@@ -36,10 +35,10 @@ Ctrl-C         stops an answer'''
 @click.option("--system", default=None, help="System message.")
 @click.option("--enable-thinking", is_flag=True, help="Let the model think before it answers.")
 @click.option("--markdown/--no-markdown", default=True, help="Render answers as Markdown at a terminal. [default: on]")
-@click.option("--verbose/--quiet", "-v/-q", help="Also log what Culet chooses and measures. [default: off]")
+@verbose_option
 @sampling_options
 @config_options
-def chat(system: str | None, enable_thinking: bool, markdown: bool, verbose: bool, **options: Any) -> None:
+def chat(system: str | None, enable_thinking: bool, markdown: bool, verbose: bool | None, **options: Any) -> None:
     """Chat with a model. Piped input is read line by line.
 
     \b
@@ -55,11 +54,10 @@ def chat(system: str | None, enable_thinking: bool, markdown: bool, verbose: boo
     config = config_of(options)
     if params.n != 1:
         raise BadRequest(f"n: got {params.n}, but a chat has only one answer per message", hint="omit --n")
-    if not verbose:
-        setup_logging("warning")
+    log_if(verbose)
     screen = Screen(markdown=markdown)
 
-    with screen.loading(config.model.model):
+    with loading(config.model.model):
         from culet.engine.llm import LLM
 
         llm = LLM.from_config(config)

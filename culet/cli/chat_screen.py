@@ -5,6 +5,7 @@ Only answers go to stdout. Thoughts, notes and the speed go to stderr.
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from culet import env
+from culet.log import logger
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -146,6 +148,15 @@ class Answer:
             self._live = None
 
 
+def loading(model: str) -> AbstractContextManager[object]:
+    """Show that the model is being loaded, if someone is watching and the log does not say so."""
+    if not sys.stderr.isatty() or logger.isEnabledFor(logging.INFO):
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True, no_color=bool(env.NO_COLOR.get())).status(f"loading {model}")
+
+
 class Screen:
     """Where a chat reads and writes. `markdown` renders answers if stdout is a terminal."""
 
@@ -165,14 +176,6 @@ class Screen:
     def note(self, text: str, *, color: str | None = None) -> None:
         """Show a line that is not part of the conversation."""
         click.secho(text, err=True, dim=color is None, fg=color, color=None if self._has_color else False)
-
-    def loading(self, model: str) -> AbstractContextManager[object]:
-        """Show that the model is being loaded, if someone is watching."""
-        if not (self.is_interactive and sys.stderr.isatty()):
-            return nullcontext()
-        from rich.console import Console
-
-        return Console(stderr=True, no_color=not self._has_color).status(f"loading {model}")
 
     def read_line(self, prompt: str = "> ") -> str | None:
         """Return the next line, or None at the end of input."""

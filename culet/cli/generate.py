@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from culet.cli.options import config_of, config_options, sampling_of, sampling_options
+from culet.cli.chat_screen import loading
+from culet.cli.options import config_of, config_options, log_if, sampling_of, sampling_options, verbose_option
 from culet.config import BUILT_IN, MEDIA_KINDS
 from culet.errors import BadRequest
-from culet.log import setup_logging
 
 if TYPE_CHECKING:
     from culet.engine.jobs import Result, Sample
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 @click.option("--video", "video", multiple=True, metavar="FILE", help="Show this video before the prompt; repeatable.")
 @click.option("--audio", "audio", multiple=True, metavar="FILE", help="Play this recording before the prompt; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
-@click.option("--quiet", "-q", is_flag=True, help="Log only warnings and errors.")
+@verbose_option
 @sampling_options
 @config_options
-def generate(prompt: str | None, as_chat: bool | None, as_json: bool, quiet: bool, **options: Any) -> None:
+def generate(prompt: str | None, as_chat: bool | None, as_json: bool, verbose: bool | None, **options: Any) -> None:
     """Continue a prompt from the command line or from stdin.
 
     \b
@@ -51,12 +51,13 @@ def generate(prompt: str | None, as_chat: bool | None, as_json: bool, quiet: boo
     text = _read_prompt(prompt)
     if as_chat is None:
         as_chat = config.model.model == BUILT_IN  # which was trained to answer, not to continue text
-    if quiet:
-        setup_logging("warning")
+    log_if(verbose)
 
-    from culet.engine.llm import LLM
+    with loading(config.model.model):
+        from culet.engine.llm import LLM
 
-    with LLM.from_config(config) as llm:
+        llm = LLM.from_config(config)
+    with llm:
         request = _chat_request(text, files) if as_chat else _plain_request(text, files)
         if as_json or params.n > 1:
             result = llm.chat(request, params)[0] if as_chat else llm.generate(request, params)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import Field
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import Any, TypeVar
 
 import click
 
+from culet import env
+from culet.cli.vllm_flags import ADVICE
 from culet.config import JSON_SETTINGS, PARTS, SERVE_PARTS, Config, build_config, config_fields
 from culet.errors import ConfigError
+from culet.log import setup_logging
 from culet.types import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -84,6 +88,18 @@ def sampling_options(command: F) -> F:
     return command
 
 
+def verbose_option(command: F) -> F:
+    """Add the flag for commands whose output is an answer: they log only warnings without it. See `log_if`."""
+    text = "Also log what Culet chooses and measures. [default: off, unless CULET_LOG_LEVEL is set]"
+    return click.option("--verbose/--quiet", "-v/-q", default=None, help=text)(command)
+
+
+def log_if(verbose: bool | None) -> None:
+    """Log as usual if the user asked for it, by the flag or by CULET_LOG_LEVEL, and otherwise only warnings."""
+    asked = env.LOG_LEVEL.name in os.environ if verbose is None else verbose
+    setup_logging(None if asked else "warning")
+
+
 def given(options: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `options` among `names` that the user gave."""
     return {name: value for name, value in options.items() if name in names and value is not None and value != ()}
@@ -120,7 +136,9 @@ def read_settings(path: Path, command: click.Command) -> dict[str, Any]:
         flag = str(key).replace("_", "-")
         if flag not in known:
             near = difflib.get_close_matches(flag, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "keys are the flags of `culet serve --help`"
+            hint = ADVICE.get(f"--{flag}") or (
+                f"did you mean {near[0]}?" if near else "keys are the flags of `culet serve --help`"
+            )
             raise ConfigError(f"config: {path} has the unknown key {str(key)!r}", hint=hint)
         if value is not None:
             settings[known[flag]] = _as_flag_value(known[flag], value)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from culet.cli.options import config_of, config_options, given, read_settings, serve_options
+from culet.cli.vllm_flags import VllmCommand
 from culet.config import SERVE_PARTS, Config, ServeConfig, build_serve_config, config_fields
 from culet.errors import ConfigError
 from culet.log import logger, setup_logging
@@ -26,7 +27,7 @@ def _compatible(command: Any) -> Any:
     return command
 
 
-@click.command()
+@click.command(cls=VllmCommand)
 @click.argument("model_name", metavar="[MODEL]", required=False)
 @click.option(
     "--config",

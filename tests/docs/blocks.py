@@ -6,7 +6,7 @@ import contextlib
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -19,12 +19,13 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").r
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a shell line: its words, what is piped into it, and its environment."""
+    """One command of a shell line: its words, what is piped into it, its environment, and the block that it is in."""
 
     page: str
     words: tuple[str, ...]
     stdin: str = ""
     environment: tuple[str, ...] = ()
+    block: str = ""
 
     def __str__(self) -> str:
         return f"{self.page}: {shlex.join(self.words)}"
@@ -52,7 +53,7 @@ def commands(path: Path) -> list[Command]:
     found = []
     for block in blocks(path, "bash"):
         for words in shell_lines(block):
-            found += list(split_pipe(page_name(path), words))
+            found += [replace(command, block=block) for command in split_pipe(page_name(path), words)]
     for block in blocks(path, ""):
         lines = [line for line in block.splitlines() if line.startswith("culet ")]
         found += [Command(page_name(path), tuple(shlex.split(line, comments=True))) for line in lines]

@@ -15,6 +15,7 @@ import yaml
 
 from culet.cli.main import cli, run
 from culet.cli.options import read_settings
+from culet.cli.vllm_flags import ADVICE
 from culet.registry import load
 from tests.docs.blocks import (
     PAGES,
@@ -32,7 +33,7 @@ from tests.docs.blocks import (
 COMMANDS = [command for page in PAGES for command in commands(page)]
 CULET = [command for command in COMMANDS if command.words[0] == "culet"]
 # Flags of other programs that the text mentions.
-OTHER_FLAGS = {"--gpus", "--entrypoint", "--max-logprobs", "--quantization", "--enable-lora", "--max-thing", "--tokenizer"}
+OTHER_FLAGS = {"--gpus", "--entrypoint", "--max-thing"} | ADVICE.keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

@@ -46,8 +46,9 @@ def test_dockerfile_is_linted() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_compose_file_is_linted() -> None:
-    done = subprocess.run([BIN / "compose-lint", ROOT / "compose.yaml"], capture_output=True, text=True)
+def test_compose_files_are_linted() -> None:
+    files = [ROOT / "compose.yaml", ROOT / "compose.cpu.yaml"]
+    done = subprocess.run([BIN / "compose-lint", *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -79,6 +80,18 @@ def test_compose_waits_for_the_model() -> None:
     assert all(port.startswith("127.0.0.1:") for service in (culet, page) for port in service["ports"])
     assert "/cache" in culet["volumes"][0]
     assert int(culet["stop_grace_period"].removesuffix("s")) > 30
+
+
+def test_compose_without_a_gpu() -> None:
+    """The second file changes the one service that asks for a GPU: torch's CPU build, the built-in model, and no GPU."""
+    text = (ROOT / "compose.cpu.yaml").read_text()
+    assert "\n    deploy: !reset null\n" in text  # `!reset` removes what the first file sets
+    override = yaml.safe_load(text.replace("!reset ", ""))["services"]
+    asking = [name for name, service in COMPOSE["services"].items() if "deploy" in service]
+    assert list(override) == asking == ["culet"]
+    [index] = override["culet"]["build"]["args"].items()
+    assert "=".join(index) in DOCKERFILE
+    assert override["culet"]["command"] == ["${MODEL:-built-in}"]
 
 
 @pytest.mark.slow

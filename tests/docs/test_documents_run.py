@@ -86,9 +86,11 @@ def runnable() -> list[Command]:
 def test_commands_run(
     command: Command, server: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [re.sub(r"http://(127\.0\.0\.1|gpu1):8000", server.url, word) for word in command.words]
+    address = re.compile(r"http://(127\.0\.0\.1|gpu1):8000")
+    words = [address.sub(server.url, word) for word in command.words]
     if words[0] == "curl":
-        done = subprocess.run([*words, "--fail", "--silent"], capture_output=True, text=True)
+        block = address.sub(server.url, command.block).replace("curl ", "curl --fail --silent ")
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout
         return

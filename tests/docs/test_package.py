@@ -129,6 +129,6 @@ def test_installs_into_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
     venv.create(folder, with_pip=True)
     run(folder / "bin/pip", "install", "-q", "--no-compile", wheel, cwd=tmp_path, **same_torch(tmp_path))
     assert run(folder / "bin/culet", "--version", cwd=tmp_path) == f"culet {__version__}\n"
-    assert run(folder / "bin/culet", "generate", "Hello", "--quiet", cwd=tmp_path).strip()
+    assert run(folder / "bin/culet", "generate", "Hello", cwd=tmp_path).strip()
     answer = run(folder / "bin/python", ROOT / "scripts/first_run.py", cwd=tmp_path)
     assert "tokens/s" in answer

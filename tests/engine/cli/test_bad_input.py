@@ -106,7 +106,7 @@ def check_report(code: int, out: str, err: str, message: str) -> None:
 def test_broken_folders(name: str, checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
     breaks, message = BROKEN_FOLDERS[name]
     breaks(checkpoint)
-    code = run(["generate", "hello", "--model", str(checkpoint), "--max-tokens", "2", "--quiet"])
+    code = run(["generate", "hello", "--model", str(checkpoint), "--max-tokens", "2"])
     check_report(code, *capfd.readouterr(), message)
 
 
@@ -147,7 +147,7 @@ def cache_bytes(folder: Path, num_slabs: int) -> int:
 def test_bad_requests(name: str, good: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments, message = REQUESTS[name]
     arguments = [str(cache_bytes(good, 4)) if argument == "KV" else argument for argument in arguments]
-    code = run(["generate", *arguments, "--model", str(good), "--quiet"])
+    code = run(["generate", *arguments, "--model", str(good)])
     check_report(code, *capfd.readouterr(), message)
 
 

@@ -43,35 +43,41 @@ def culet(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str
 GREEDY = ("--temperature", "0", "--max-tokens", "12", "--ignore-eos")
 
 
-def test_generate_streams_only_text_to_stdout(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = culet(capsys, "generate", "The stone", "-m", str(folder), *GREEDY)
+def test_generate_writes_only_the_answer(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("generate", "The stone", "-m", str(folder), *GREEDY)
+    out, err = culet(capsys, *command)
     assert out.endswith("\n")
     assert len(out) > 12
-    assert "INFO dtype: float32" in err, "every derived setting is logged, on stderr"
-    assert culet(capsys, "generate", "The stone", "-m", str(folder), *GREEDY, "-q") == (out, "")
+    assert err == ""
+    assert "INFO dtype: float32" in culet(capsys, *command, "-v")[1], "every derived setting is logged, on stderr"
+    monkeypatch.setenv("CULET_LOG_LEVEL", "info")
+    assert "INFO dtype: float32" in culet(capsys, *command)[1]
+    assert culet(capsys, *command, "-q") == (out, "")
 
 
 def test_generate_reads_stdin(folder: Path, capsys: pytest.CaptureFixture[str], pipe) -> None:
-    expected, _ = culet(capsys, "generate", "The stone", "-m", str(folder), *GREEDY, "-q")
+    expected, _ = culet(capsys, "generate", "The stone", "-m", str(folder), *GREEDY)
     pipe("The stone\n")
-    assert culet(capsys, "generate", "-m", str(folder), *GREEDY, "-q")[0] == expected
+    assert culet(capsys, "generate", "-m", str(folder), *GREEDY)[0] == expected
 
 
 def test_generate_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, _ = culet(capsys, "generate", "The stone", "-m", str(folder), *GREEDY, "-q")
-    out, _ = culet(capsys, "generate", "The stone", "-m", str(folder), *GREEDY, "--json", "--logprobs", "2", "-q")
+    text, _ = culet(capsys, "generate", "The stone", "-m", str(folder), *GREEDY)
+    out, _ = culet(capsys, "generate", "The stone", "-m", str(folder), *GREEDY, "--json", "--logprobs", "2")
     document = json.loads(out)
     assert document["text"] + "\n" == text
     assert document["finish_reason"] == "length"
     assert len(document["token_ids"]) == len(document["logprobs"]) == 12
     assert document["samples"][0]["token_ids"] == document["token_ids"]
-    out, _ = culet(capsys, "generate", "The stone", "-m", str(folder), "--n", "3", "--max-tokens", "5", "--json", "-q")
+    out, _ = culet(capsys, "generate", "The stone", "-m", str(folder), "--n", "3", "--max-tokens", "5", "--json")
     assert len(json.loads(out)["samples"]) == 3
 
 
 def test_generate_as_chat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = json.loads(culet(capsys, "generate", "Hello", "-m", str(folder), *GREEDY, "--json", "-q")[0])
-    chat = json.loads(culet(capsys, "generate", "Hello", "--chat", "-m", str(folder), *GREEDY, "--json", "-q")[0])
+    plain = json.loads(culet(capsys, "generate", "Hello", "-m", str(folder), *GREEDY, "--json")[0])
+    chat = json.loads(culet(capsys, "generate", "Hello", "--chat", "-m", str(folder), *GREEDY, "--json")[0])
     assert len(chat["prompt_token_ids"]) > len(plain["prompt_token_ids"])
     assert 105 in chat["prompt_token_ids"], "<|turn>"
 
@@ -85,7 +91,7 @@ def test_generate_json_has_thoughts_and_calls(
         Sample("Sunny.", (3,), None, "stop"),
     )
     monkeypatch.setattr(LLM, "chat", lambda self, messages, params: [Result((5,), samples, 0)])
-    document = json.loads(culet(capsys, "generate", "Hello", "--chat", "-m", str(folder), "--json", "-q")[0])
+    document = json.loads(culet(capsys, "generate", "Hello", "--chat", "-m", str(folder), "--json")[0])
     assert document["reasoning"] == "Let me see."
     assert document["tool_calls"] == [{"id": "call_1", "name": "get_weather", "arguments": {"city": "Zürich"}}]
     assert document["samples"][0]["tool_calls"] == document["tool_calls"]
@@ -95,7 +101,7 @@ def test_generate_json_has_thoughts_and_calls(
 def test_chat_from_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str], pipe) -> None:
     def answers(text: str, *options: str) -> list[str]:
         pipe(text)
-        out, err = culet(capsys, "chat", "-m", str(folder), *GREEDY, "-q", *options)
+        out, err = culet(capsys, "chat", "-m", str(folder), *GREEDY, *options)
         assert err == "" or "unknown command" in err
         return out.split("\n")[:-1]
 

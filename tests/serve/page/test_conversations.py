@@ -11,6 +11,7 @@ from playwright.sync_api import Page, expect
 from tests.serve.conftest import ANSWER
 from tests.serve.page.acts import ask, drop, give_file, last_answer, open_actions, picture, send, titles, wait_for_answer
 from tests.serve.page.conftest import OpenPage
+from tests.serve.page.test_answers import check_accessible
 from tests.serve.running import Running
 
 
@@ -66,6 +67,34 @@ def test_a_new_answer_keeps_the_way_back_to_the_old_one(fake: Running, open_page
     assert page.locator("#messages .assistant").first.get_attribute("data-id") == first_id
 
 
+# Haste
+
+SEND = """(text) => {
+  const field = document.getElementById("prompt");
+  field.value = text;
+  field.dispatchEvent(new Event("input"));
+  document.getElementById("composer").requestSubmit();
+"""
+
+
+def test_a_hasty_user_loses_nothing(fake: Running, open_page: OpenPage) -> None:
+    page = open_page(fake)
+    for text in ("New one", "New two"):
+        page.evaluate(SEND + "document.getElementById('new-chat').click(); }", text)
+    expect(page.locator("#messages > li")).to_have_count(0)
+    page.get_by_role("link", name="New one").click()
+    wait_for_answer(page)
+    assert shown(page) == ["New one"]
+    with page.expect_navigation():  # the browser has no time to finish its writes
+        page.evaluate(SEND + "location.reload(); }", "Before a reload")
+    expect(page.locator("#messages .user .body")).to_have_text(["New one", "Before a reload"])
+    page.reload()  # the conversations have to be loaded again
+    expect(titles(page)).to_have_text(["New one", "New two"])
+    click_all = "nodes => nodes.forEach((node) => node.click())"
+    page.locator("#conversations a").evaluate_all(click_all)
+    expect(page.locator("#messages .user .body")).to_have_text(["New two"])
+
+
 # The list
 
 
@@ -114,6 +143,14 @@ def test_conversations_survive_export_and_import(fake: Running, open_page: OpenP
         page.get_by_role("menuitem", name="Export all").click()
     content = Path(download.value.path()).read_bytes()
     assert len(json.loads(content)["conversations"][0]["messages"]) == 3
+    data = json.loads(content)  # a branch more, which open tabs show at once
+    [conversation] = data["conversations"]
+    [question] = [message for message in conversation["messages"] if message["role"] == "user"]
+    conversation["messages"].append({**question, "id": "other", "content": "Imported", "created": question["created"] + 1})
+    tab = open_page(fake, page.context, path=f"#{page.url.partition('#')[2]}")
+    give_file(page, "more.json", json.dumps(data).encode())
+    for opened in (page, tab):
+        expect(opened.locator(".user .branches")).to_have_text("1/2")
     other = open_page(fake)  # another browser
     for _ in range(2):  # the second time changes nothing
         give_file(other, "all.json", content)
@@ -264,6 +301,7 @@ def test_the_engine_view_shows_plots_and_the_plan(tiny: Running, open_page: Open
     expect(page.locator("#figures div").nth(2).locator("dd")).not_to_have_text("0")
     expect(page.locator("#plan-picture")).to_have_js_property("complete", True)
     page.wait_for_function("() => document.getElementById('plan-picture').naturalWidth > 100")
+    check_accessible(page)
     before = page.locator('path[data-line="output"]').get_attribute("d")
     page.wait_for_function(
         "before => document.querySelector('path[data-line=output]').getAttribute('d') !== before", arg=before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import pytest
 from culet import __version__, env
 from culet.cli import main as main_module
 from culet.cli.main import COMMANDS, cli, run
+from culet.cli.vllm_flags import ADVICE
 from culet.config import build_config, config_fields
 from culet.errors import BadRequest, CheckpointError, ConfigError, InternalError, QueueFull, WorkerDied
 from culet.registry import load
@@ -84,6 +86,7 @@ def test_every_config_field_is_a_flag_with_its_doc() -> None:
     ("arguments", "message"),
     [
         (["nonsense"], "No such command 'nonsense'"),
+        (["serv"], "No such command 'serv'. Did you mean 'serve'?"),
         (["generate", "hello", "--no-such-flag"], "No such option"),
         (["generate", "hello", "--dtype", "int3"], "Invalid value for '--dtype': 'int3'"),
         (["generate", "hello", "--max-tokens", "many"], "Invalid value for '--max-tokens': 'many'"),
@@ -107,6 +110,36 @@ def test_mistakes_of_users(arguments: list[str], message: str, capsys: pytest.Ca
     assert lines[0].startswith("error: ")
     assert len(lines) == 2, "one line and a hint"
     assert lines[1].startswith("hint: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--lora-modules", "a=b"], "hint: Culet does not support LoRA adapters"),
+        (["--swap-space=4"], "hint: Culet does not move weights"),
+        (["built-in", "-tp", "2"], "hint: use --tensor-parallel-size"),
+        (["-O3"], "hint: omit it: CUDA graphs need no setting"),
+        (["--speculative-config.method", "mtp"], "hint: pass one JSON object to --speculative-config"),
+    ],
+)
+def test_flags_of_vllm_that_are_missing(arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", *arguments]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("Culet does not have this flag of vLLM")
+    assert second.startswith(hint)
+
+
+def test_advice_is_not_for_flags_that_exist() -> None:
+    serve = load(COMMANDS["serve"])
+    existing = {flag for option in serve.params for flag in option.opts + option.secondary_opts}
+    assert not existing & ADVICE.keys()
+    named = {flag for advice in ADVICE.values() for flag in re.findall(r"--[a-z-]+", advice)}
+    assert named <= existing
+
+
+def test_a_misspelt_flag_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--max_model_len", "4096"]) == 2
+    assert "'--max-model-len'" in capsys.readouterr().err
 
 
 def test_usage_errors_have_a_hint(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,7 @@ def test_an_empty_file_sets_nothing(write: Any, started: list[tuple[Config, Serv
     [
         ("max-num-seq: 4\n", "has the unknown key 'max-num-seq'", "did you mean max-num-seqs?"),
         ("no-latent: true\n", "has the unknown key 'no-latent'", "did you mean latent?"),
+        ("enable-lora: true\n", "has the unknown key 'enable-lora'", "merge the adapter"),
         ("config: other.yaml\n", "has the unknown key 'config'", ""),
         ("zzzzzz: 1\n", "has the unknown key 'zzzzzz'", "culet serve --help"),
         ("max-num-seqs: many\n", "culet.yaml: max-num-seqs: got 'many', expected int", ""),

@@ -4,7 +4,7 @@ import { streamChat } from "../api.js";
 import { contentOf, sentMedia } from "../media/parts.js";
 import { budgetFields } from "../media/tokens.js";
 import { requestFields, systemMessages } from "../settings.js";
-import { change, newId, onChange, putMessage, saveAtOnce, stopElsewhere } from "../store/conversations.js";
+import { change, newId, onChange, putMessage, stopElsewhere, watchUnfinished } from "../store/conversations.js";
 
 const SAVE_MS = 500; // an answer is saved this often, which also tells other tabs that it goes on
 const SILENT_MS = 4000; // an answer that another tab writes counts as interrupted after this time without news
@@ -38,10 +38,7 @@ onChange(({ message, stop, isRemote }) => {
   if (message?.state === "writing") heard.set(message.id, Date.now());
 });
 
-// A tab that closes keeps what it has.
-addEventListener("pagehide", () => {
-  for (const { message } of running.values()) saveAtOnce(message);
-});
+watchUnfinished(() => [...running.values()].map(({ message }) => message));
 
 function merge(message, delta) {
   if (delta.content) message.content += delta.content;

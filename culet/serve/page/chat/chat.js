@@ -20,7 +20,8 @@ const list = document.getElementById("messages");
 const toEnd = document.getElementById("to-end");
 
 let current = null; // id of the conversation that is shown, or null for a new one
-let messages = new Map(); // its messages by id
+let wanted = null; // id of the conversation that was opened last, which may still be loading
+let messages = new Map(); // those of `current`, by id
 let head = null; // the last message that is shown
 let items = new Map(); // by message id
 let frame = 0;
@@ -38,7 +39,9 @@ export function currentConversation() {
 export async function openConversation(id) {
   const conversation = id && getConversation(id);
   const isKnown = Boolean(conversation) && !conversation.deleted;
+  wanted = id;
   const found = isKnown ? await messagesOf(id) : new Map();
+  if (wanted !== id) return; // the user has opened another one meanwhile
   current = isKnown ? id : null;
   messages = found;
   head = isKnown ? (found.has(conversation.head) ? conversation.head : newestOf(found)) : null;
@@ -133,14 +136,11 @@ function send(text, media) {
   if (last && isWriting(last)) return false;
   const message = { role: "user", content: text, ...(media.length ? { media } : {}) };
   if (current === null) {
-    const conversation = createConversation(text || media[0].name);
-    current = conversation.id;
+    ({ id: current, messages } = createConversation(text || media[0].name));
+    wanted = current;
     onOpened(current);
-    messagesOf(current).then((found) => {
-      messages = found;
-      answerTo(addMessage({ ...message, parent: null }));
-      showDraft(current);
-    });
+    answerTo(addMessage({ ...message, parent: null }));
+    showDraft(current);
   } else answerTo(addMessage({ ...message, parent: head }));
   return true;
 }

@@ -1,13 +1,14 @@
 // The conversations as the page sees them: in memory, in the database, and the same in every tab.
 
-import { changeConversation, eraseConversation, openDatabase, readConversations, readMessages, scanMessages, writeMessages } from "./database.js";
+import { changeConversation, eraseConversation, hasMessage, openDatabase, readConversations, readMessages, scanMessages, writeMessages } from "./database.js";
 
-const JOURNAL = "culet.unsaved."; // the part of an answer that was not in the database yet when its tab was closed
+const JOURNAL = "culet.unsaved."; // what was not in the database yet when its tab was closed
 const KEPT_MS = 24 * 3600e3; // how long a deleted conversation can be restored
 const TITLE_CHARS = 60;
 
 const conversations = new Map();
 const loaded = new Map(); // {messages, ready} of the conversations that were opened: a Map by id, and a promise of it when it is complete
+const unsaved = new Map(); // what the database is writing, by id: {message}, or {conversation, changes}
 const listeners = [];
 const channel = new BroadcastChannel("culet");
 
@@ -38,29 +39,63 @@ channel.addEventListener("message", ({ data }) => {
 // Returns whether conversations survive a reload.
 export async function startStore() {
   const isKept = await openDatabase();
+  await recover(() => {}); // nothing is shown yet
   for (const conversation of await readConversations()) {
     if (conversation.deleted && Date.now() - conversation.deleted > KEPT_MS) eraseConversation(conversation.id);
     else conversations.set(conversation.id, conversation);
   }
-  await recover();
   return isKept;
 }
 
-async function recover() {
-  const names = Object.keys(localStorage).filter((name) => name.startsWith(JOURNAL));
-  if (!names.length) return;
-  await writeMessages(names.map((name) => JSON.parse(localStorage.getItem(name))));
-  for (const name of names) localStorage.removeItem(name);
+// The database may not finish its writes when a tab is closed. What it has not confirmed is kept in the local storage.
+
+async function save(id, entry, write) {
+  unsaved.set(id, entry);
+  await write;
+  if (unsaved.get(id) === entry) unsaved.delete(id);
 }
 
-// Keeps a message when there is no time for the database any more.
-export function saveAtOnce(message) {
+let unfinished = () => [];
+
+// `list` returns the answers that are being written.
+export function watchUnfinished(list) {
+  unfinished = list;
+}
+
+function keepEntry(id, entry) {
   try {
-    localStorage.setItem(JOURNAL + message.id, JSON.stringify(message));
+    localStorage.setItem(JOURNAL + id, JSON.stringify(entry));
   } catch {
-    // The storage is full. The database has all but the last moment of the answer.
+    // The storage is full. The database has all but the last moment.
   }
 }
+
+// One listener for everything, because the browser ends requests as soon as a listener returns.
+addEventListener("pagehide", () => {
+  for (const [id, { message, ...rest }] of unsaved) keepEntry(id, message ? { message: withoutBlobs(message) } : rest);
+  for (const message of unfinished()) keepEntry(message.id, { message });
+});
+
+async function recover(report) {
+  for (const name of Object.keys(localStorage).filter((name) => name.startsWith(JOURNAL))) {
+    const { message, conversation, changes } = JSON.parse(localStorage.getItem(name) ?? "{}"); // another tab may have recovered it
+    if (conversation) {
+      await changeConversation(conversation, changes);
+      conversations.set(conversation, { ...conversations.get(conversation), ...changes });
+      report({ conversation: conversations.get(conversation) }, true);
+    }
+    // The database may have written a message of the user after all, with its media.
+    if (message?.role === "assistant" || (message && !(await hasMessage(message.id)))) {
+      await writeMessages([message]);
+      loaded.get(message.conversation)?.messages.set(message.id, message);
+      report({ message }, true);
+    }
+    localStorage.removeItem(name);
+  }
+}
+
+// A tab may be closed, or its old page may end, while this page is already open.
+addEventListener("storage", ({ key, newValue }) => key?.startsWith(JOURNAL) && newValue && recover(tell));
 
 export function listConversations() {
   return [...conversations.values()].filter((entry) => !entry.deleted).sort((a, b) => b.updated - a.updated);
@@ -84,11 +119,14 @@ export function messagesOf(id) {
   return loaded.get(id).ready;
 }
 
+// Returns the id of a new conversation and the map for its messages.
 export function createConversation(text) {
   const now = Date.now();
   const conversation = { id: newId(), title: titleOf(text), created: now, updated: now, head: null };
+  const messages = new Map();
+  loaded.set(conversation.id, { messages, ready: Promise.resolve(messages) });
   change(conversation.id, conversation);
-  return conversation;
+  return { id: conversation.id, messages };
 }
 
 function titleOf(text) {
@@ -99,21 +137,26 @@ function titleOf(text) {
 export function change(id, changes) {
   const conversation = { ...conversations.get(id), ...changes, id };
   conversations.set(id, conversation);
-  changeConversation(id, changes).catch(reportFull);
+  const entry = { conversation: id, changes: { ...unsaved.get(id)?.changes, ...changes } };
+  save(id, entry, changeConversation(id, changes)).catch(reportFull);
   share({ conversation });
 }
 
 export function putMessage(message) {
   loaded.get(message.conversation)?.messages.set(message.id, message);
-  writeMessages([message]).catch((error) => (message.media?.length ? keepWithoutMedia(message, error) : reportFull(error)));
+  save(message.id, { message }, writeMessages([message])).catch((error) => (message.media?.length ? keepWithoutMedia(message, error) : reportFull(error)));
   share({ message });
 }
 
 // Keeps at least the text and the names of the media if the storage is full. This tab still has the media.
 async function keepWithoutMedia(message, error) {
   console.warn(error);
-  await writeMessages([{ ...message, media: message.media.map(({ blob, ...facts }) => facts) }]).catch(console.warn);
+  await writeMessages([withoutBlobs(message)]).catch(console.warn);
   onFull(message.media.map(({ name }) => name));
+}
+
+function withoutBlobs(message) {
+  return message.media ? { ...message, media: message.media.map(({ blob, ...facts }) => facts) } : message;
 }
 
 // Adds conversations of a file. Messages that are already here stay as they are.
@@ -125,6 +168,7 @@ export async function addConversations(entries) {
     for (const message of added) present.set(message.id, message);
     await writeMessages(added);
     change(conversation.id, known ? { deleted: 0 } : conversation);
+    for (const message of added) share({ message });
   }
 }
 

@@ -45,6 +45,10 @@ export async function readMessages(conversation) {
   return database ? done(database.transaction("messages").objectStore("messages").index("conversation").getAll(conversation)) : [];
 }
 
+export async function hasMessage(id) {
+  return database ? (await done(database.transaction("messages").objectStore("messages").count(id))) > 0 : false;
+}
+
 // Calls `visit` with every message.
 export async function scanMessages(visit) {
   if (!database) return;
