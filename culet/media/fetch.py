@@ -7,6 +7,7 @@ later changes nothing. Redirects are refused, since they would choose another UR
 
 from __future__ import annotations
 
+import functools
 import http.client
 import ipaddress
 import re
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from culet.errors import BadRequest, TimedOut
@@ -52,7 +53,13 @@ class FetchRules:
 
     hosts: frozenset[str] = frozenset()
     is_allowed: Callable[[str], bool] = is_public
-    context: ssl.SSLContext = field(default_factory=ssl.create_default_context)
+    context: ssl.SSLContext | None = None
+
+
+@functools.cache
+def _default_context() -> ssl.SSLContext:
+    """Read the system's certificates when they are first needed, because it takes as long as a small model to load."""
+    return ssl.create_default_context()
 
 
 def fetch(
@@ -80,7 +87,7 @@ def fetch(
             with (stopper or Stopper()).watch(connection):
                 if not rules.is_allowed(connection.socket.getpeername()[0]):
                     raise BadRequest(f"{name}: {host} is an address inside a private network, so nothing was fetched")
-                body = _get(connection.secure(rules.context, host), parts, kind, limits, name)
+                body = _get(connection.secure(rules.context or _default_context(), host), parts, kind, limits, name)
                 if connection.is_cut:  # which looks like the end of the answer
                     raise ConnectionError("cut off")
                 return body

@@ -31,7 +31,6 @@ from tests.media.hostile_files import encoded, png
 from tests.media.noise import noise
 
 SMALL = encoded("PNG")
-LARGE = png(6000, 6000, bytes(18001 * 6000))  # takes 100 MB and most of a second
 
 
 def question(data: bytes) -> Question:
@@ -67,9 +66,10 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecoderPool]:
 
 
 def test_too_much_memory():
+    large = png(6000, 6000, bytes(18001 * 6000))  # takes 100 MB and most of a second
     pool = DecoderPool(replace(LIMITS, max_memory_bytes=64 << 20))
     with pytest.raises(BadRequest, match="image: decoding the image takes too much memory"):
-        pool.decode("image", question(LARGE), LARGE)
+        pool.decode("image", question(large), large)
     assert pool.decode("image", question(SMALL), SMALL).num_tokens == 64
     assert pool.num_replaced == 0
     pool.close()

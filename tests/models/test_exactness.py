@@ -18,6 +18,7 @@ from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import AFTER_FINAL_NORM, Gemma4
 from culet.models.weights import load_model
 from tests.models import tiny_checkpoints as tiny
+from tests.models.bfloat16 import QuickBFloat16
 from tests.models.harness import Harness
 
 SHAPES = tiny.SHAPES
@@ -150,8 +151,9 @@ def test_bfloat16_error(shape: str, latent: bool) -> None:
     for seed in range(6):
         token_ids = tiny.prompt(LENGTHS[-1], seed)
         want = tiny.oracle_logits(exact, token_ids)
-        theirs.append(tiny.oracle_logits(rounded, token_ids) - want)
-        ours.append(Harness(model, num_slots=1).all_logits(token_ids) - want)
+        with QuickBFloat16():
+            theirs.append(tiny.oracle_logits(rounded, token_ids) - want)
+            ours.append(Harness(model, num_slots=1).all_logits(token_ids) - want)
     our_error, their_error = (float(torch.cat(errors).square().mean().sqrt()) for errors in (ours, theirs))
     assert our_error > 0
     assert our_error <= 1.2 * their_error, f"{our_error:.4f} against {their_error:.4f}"

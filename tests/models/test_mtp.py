@@ -19,6 +19,7 @@ from culet.drafters.mtp.spec import read_mtp
 from culet.errors import CheckpointError, ConfigError
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
+from tests.matrix import matrix
 from tests.models import tiny_assistants
 from tests.models import tiny_checkpoints as tiny
 from tests.models.draft_rig import DraftRig, choice_of, target_of
@@ -40,8 +41,7 @@ def assert_same_logits(got_KV: Tensor, want_KV: Tensor) -> None:
             assert float(want[~seen].max()) < float(want[seen].min())
 
 
-@pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
-@pytest.mark.parametrize("position", ["hf", "engine"])
+@matrix({"shape, latent": SHAPE_LATENT, "position": ["hf", "engine"]})
 def test_drafts_of_a_batch(shape: str, latent: bool, position: str) -> None:
     """Rows shorter and longer than the window are drafted together, while transformers drafts them one by one."""
     prompts = [tiny.telling_prompt(shape, length) for length in LENGTHS]

@@ -17,9 +17,9 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalised(updates_GMN: Tensor, steps: int = 5) -> Tensor:
-    """Return the matrices with their singular values pushed to about 1, in bfloat16."""
+    """Return the matrices with their singular values pushed to about 1, on a GPU in bfloat16."""
     a, b, c = _QUINTIC
-    x = updates_GMN.bfloat16()
+    x = updates_GMN.bfloat16() if updates_GMN.is_cuda else updates_GMN.float()  # many CPUs are very slow in bfloat16
     is_tall = x.shape[-2] > x.shape[-1]
     if is_tall:
         x = x.mT

@@ -357,7 +357,9 @@ def test_llm_with_drafts(shape: str, tmp_path: Path) -> None:
     prompts = ["hello there", "a b c d e f g", "x"]
     with LLM(str(folder), **settings) as llm:
         want = [result.token_ids for result in llm.generate(prompts, params)]
-    with LLM(str(folder), speculative_config={"method": "mtp", "model": "random:", "adaptive": False}, **settings) as llm:
+    with LLM(
+        str(folder), speculative_config={"method": "mtp", "model": "random:", "adaptive": False, "probe": False}, **settings
+    ) as llm:
         assert [result.token_ids for result in llm.generate(prompts, params)] == want
         counters = llm.engine.stats().counters
         assert counters.verifies > 20
@@ -374,7 +376,9 @@ def test_grammars_go_along_the_drafts(tmp_path: Path) -> None:
     with LLM(str(folder), **settings) as llm:
         want = llm.generate(prompts, params)
     truth = {tuple(result.prompt_token_ids): list(result.token_ids) for result in want}
-    with LLM(str(folder), speculative_config={"method": "mtp", "model": "random:", "adaptive": False}, **settings) as llm:
+    with LLM(
+        str(folder), speculative_config={"method": "mtp", "model": "random:", "adaptive": False, "probe": False}, **settings
+    ) as llm:
         runner = llm.engine._worker
         drafter: Any = runner.drafter
         propose = drafter.propose

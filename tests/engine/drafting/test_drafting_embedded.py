@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from benchmarks.drafting import refused_drafts
 from culet import LLM, SamplingParams
+from culet.engine.jobs import Result
 from culet.models import embedded
 from culet.types import Logprobs
 
@@ -35,7 +37,9 @@ def make(method: str | None, **given: Any) -> LLM:
     draft = (
         {}
         if method is None
-        else {"speculative_config": {"method": method, "model": str(FOLDER / DRAFTERS[method]), "adaptive": False}}
+        else {
+            "speculative_config": {"method": method, "model": str(FOLDER / DRAFTERS[method]), "adaptive": False, "probe": False}
+        }
     )
     settings = {"device": "cpu", "dtype": "float32", "max_model_len": MAX_LEN, "max_num_seqs": MAX_SEQS}
     return LLM(str(FOLDER / "target"), **settings, **draft, **given)
@@ -79,14 +83,20 @@ class Tally:
         self.num_close += 1
 
 
-def run(method: str, num_prompts: int, num_tokens: int) -> Tally:
-    """Run all prompts, then their next turns, with preemption, cancels, and prefix hits on the first run."""
+@cache
+def run_plain(num_prompts: int, num_tokens: int) -> tuple[list[list[int]], list[Result], list[list[int]], list[Result]]:
+    """Return prompts, their answers without drafts, their next turns, and the answers to these."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
     with make(None) as plain:
         prompts = read_prompts(plain, num_prompts)
         first = plain.generate(prompts, params)
         turns = [[*prompt, *result.token_ids, *prompts[0][-20:]] for prompt, result in zip(prompts, first, strict=True)]
-        second = plain.generate(turns, params)
+        return prompts, first, turns, plain.generate(turns, params)
+
+
+def run(method: str, num_prompts: int, num_tokens: int) -> Tally:
+    """Run all prompts, then their next turns, with preemption, cancels, and prefix hits on the first run."""
+    prompts, first, turns, second = run_plain(num_prompts, num_tokens)
     chance, tally, steps = random.Random(11), Tally(), 0
     with make(method) as drafting:
         engine = drafting.engine

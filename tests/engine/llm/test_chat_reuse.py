@@ -172,7 +172,7 @@ def check_hits(rig: Any) -> None:
     rig.check_pages()
 
 
-@pytest.mark.parametrize("budget", [40, 200])
+@pytest.mark.parametrize("budget", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_turns_with_an_assistant(tmp_path: Path, budget: int) -> None:
     """The assistant sees one key behind the target's window. Unwritten memory is NaN."""
     target = draft_drive.make_target(tmp_path, "31B")
@@ -187,7 +187,7 @@ def test_turns_with_an_assistant(tmp_path: Path, budget: int) -> None:
     check_hits(rig)
 
 
-@pytest.mark.parametrize("budget", [40, 200])
+@pytest.mark.parametrize("budget", [pytest.param(40, marks=pytest.mark.slow), 200])
 def test_turns_with_a_drafter_that_has_pages(tmp_path: Path, budget: int) -> None:
     """After a hit, the drafter's blocks are those that a dense oracle computes from all tokens."""
     pair = dflash_rig.make_pair(tmp_path, "31B")

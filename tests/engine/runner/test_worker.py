@@ -75,7 +75,7 @@ def recorded(folder: str, known: dict[int, list[int]] | None, num_drafts: int) -
     return plans, results, out
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_the_same_results(folder: str, num_drafts: int) -> None:
     _, _, out = recorded(folder, None, 0)
     known = sequences(asked(), out) if num_drafts else None
@@ -184,10 +184,10 @@ def test_a_process_that_dies(folder: str, when: str) -> None:
 
 def test_a_builder_that_refuses() -> None:
     with pytest.raises(ConfigError, match="got 7") as caught:
-        ProcessWorker("tests.engine.runner.worker_rig:refuse", number=7)
+        ProcessWorker("tests.engine.runner.bad_builders:refuse", number=7)
     assert caught.value.hint == "take another number"
     with pytest.raises(InternalError, match="KeyError: 'no such thing'"):
-        ProcessWorker("tests.engine.runner.worker_rig:fail")
+        ProcessWorker("tests.engine.runner.bad_builders:fail")
     with pytest.raises(InternalError, match="ModuleNotFoundError: No module named 'nowhere'"):
         ProcessWorker("nowhere:build")
 

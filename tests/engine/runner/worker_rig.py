@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from culet.config import DraftChoice
-from culet.errors import ConfigError
 from culet.models.checkpoint import open_checkpoint
 from culet.models.weights import load_model
 from culet.runner.runner import Runner
@@ -44,11 +43,3 @@ def build(has_grammars: bool = True, **settings: Any) -> Runner:
             )
         )
     return runner
-
-
-def refuse(number: int) -> Runner:
-    raise ConfigError(f"got {number}", hint="take another number")
-
-
-def fail() -> Runner:
-    raise KeyError("no such thing")

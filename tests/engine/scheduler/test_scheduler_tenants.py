@@ -88,7 +88,7 @@ def test_a_sequence_that_made_way_resumes_from_what_it_computed() -> None:
 def test_a_flood_of_pages_makes_way_too() -> None:
     """The busy tenant's sequences hold nearly all pages, although slots are free."""
     drive = make(make_layout((None, 4)), num_pages=100, seqs=16)
-    flood(drive, 50, length=40, max_tokens=100)
+    flood(drive, 30, length=40, max_tokens=100)
     for _ in range(12):
         drive.step()
     drive.add(make_request("other", prompt(100, 3), 4, stop=False, tenant="quiet"))
