@@ -67,6 +67,8 @@ class RequestRules:
         items: Sequence[MediaItem] = (),
         priority: int = 0,
         deadline: float | None = None,
+        cache_salt: str = "",
+        tenant: str = "",
     ) -> Request:
         """Fill in every default. Raise if the request cannot be served. `items` are the content of the spans `media`."""
         prompt = check_token_ids(prompt_token_ids, self.vocab_size)
@@ -104,6 +106,8 @@ class RequestRules:
             resume_lengths=self.marks.resume_lengths(prompt),
             media=tuple(media),
             items=tuple({item.key: item for item in items}.values()),  # equal ones travel once
+            cache_salt=cache_salt,
+            tenant=tenant,
         )
 
     def _max_tokens(self, prompt_len: int, requested: int | None) -> int:

@@ -49,6 +49,7 @@ from culet.runner.fixed.steps import Bucket, FixedStep
 from culet.runner.grammar_masks import SlotGrammars, StepGrammars
 from culet.runner.media.features import Encoder, FeatureStore
 from culet.runner.media.step_media import ImageMask, SlotMedia, StepMedia
+from culet.runner.step_threads import StepThreads
 from culet.runner.target import ForwardOutput, Target
 from culet.sampling.logprobs import as_mappings
 from culet.sampling.verify import force_accepted
@@ -92,6 +93,8 @@ class Runner:
         self.grammars = SlotGrammars()
         self.media = SlotMedia(frozenset(), ImageMask.CAUSAL, None)
         self.clock = DeviceClock(device)
+        # Ranks also wait for each other, which says nothing about their threads.
+        self.threads = StepThreads() if device.type == "cpu" and model.rank.size == 1 else None
         self.fixed: FixedShapes | None = None
         self._stream: torch.cuda.Stream | None = None  # of steps; None means torch's default
 
@@ -155,7 +158,7 @@ class Runner:
 
         Wait for the device only if the step has open rows and no graph serves it, to learn where they begin.
         """
-        with self._on_stream():
+        with self._on_stream() if self.threads is None else self.threads.use():
             return self._launch(plan)
 
     def _on_stream(self) -> AbstractContextManager[object]:
@@ -172,7 +175,8 @@ class Runner:
             return Pending(plan.step_id, HostCopy([]), features=self._encode(plan), waits=True)
         route = self._route(plan.rows, self.media.find(plan.rows))
         with self.clock.span("verify") if has_drafts(plan.rows) else nullcontext():
-            output = self._forward(route)
+            with nullcontext() if self.threads is None else self.threads.measure():
+                output = self._forward(route)
             drawn = self._draw(route, output)
         # Send the draws before the draft round, so that the host plans the next step while the drafter works.
         copy = drawn.send()

@@ -11,6 +11,7 @@ from culet.scheduler.tenants import FairQueue, StepPrompts, rank, share_tokens
 
 MIN_STEP = 256  # tokens that a step may have however slow it is, because smaller chunks waste the reading of weights
 FIRST_STEP = 1024  # tokens of the first chunks beside running answers, before any step was measured
+LONG_STEP = 16  # tokens of a step that short prompts need not wait for
 
 
 class StepBudget:
@@ -48,6 +49,29 @@ class StepBudget:
         # The first prompt can always go on, even with media that are computed as a whole.
         least = num_decoding + (first.min_chunk if first is not None else 1)
         return min(self.max_tokens, max(int(self._num_tokens), least))
+
+
+class ShortFirst:
+    """Lets short prompts start in a step of their own before a long step, so that their first tokens come sooner.
+
+    This pays where a step takes longer the more tokens it has, as on a CPU. Running answers wait meanwhile, so at most every
+    second step is such a step, and it has at most half the tokens of the step that it delays.
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+        self._last_step = -2
+
+    def num_tokens(self, grants: Iterable[Grant], step: int) -> int:
+        """Return how many tokens of new prompts may go before `grants`, in step number `step`. Return 0 if they share it."""
+        if not self._is_on or step < self._last_step + 2:
+            return 0
+        num_tokens = sum(grant.num_new for grant in grants)
+        return num_tokens // 2 if num_tokens >= LONG_STEP else 0
+
+    def went(self, step: int) -> None:
+        """Note that step number `step` is such a step."""
+        self._last_step = step
 
 
 @dataclass(frozen=True, slots=True)

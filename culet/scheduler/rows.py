@@ -160,6 +160,13 @@ def commit_row(seq: Sequence, shape: RowShape, page_allocator: PageAllocator, nu
     return PlannedRow(row, seq, [seq] if shape.draws else [], shape.resume_lengths)
 
 
+def num_wanted(seq: Sequence, max_drafts: int, policy: DraftLengths | None, num_running: int) -> int:
+    """Return how many of at most `max_drafts` proposals to make after the token that `seq` is about to draw."""
+    # A sequence that is about to start is not among the running ones yet.
+    count = max_drafts if policy is None else policy.length(seq.acceptance, max(1, num_running))
+    return max(0, min(count, seq.num_left - 2))  # the token drawn now and the one after the last draft need no proposal
+
+
 def drafts_to_continue(running: Iterable[Sequence], budget: int, *, is_open: bool) -> list[int] | None:
     """Return how many drafts each of `running` verifies with its next token.
 

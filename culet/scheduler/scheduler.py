@@ -12,14 +12,14 @@ import itertools
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from culet.cache.point_tree import Match
 from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
 from culet.errors import BadRequest, QueueFull
 from culet.scheduler.admission import check_fits, pages_to_start, promised_pages, reserved_pages
-from culet.scheduler.budget import Grant, StepBudget, share_step
+from culet.scheduler.budget import Grant, ShortFirst, StepBudget, share_step
 from culet.scheduler.deadlines import Deadlines
 from culet.scheduler.draft_length import DraftLengths
 from culet.scheduler.media.encoding import count_media, plan_encoding
@@ -34,8 +34,9 @@ from culet.scheduler.rows import (
     continue_in_pages,
     drafts_to_continue,
     largest_row,
+    num_wanted,
 )
-from culet.scheduler.sequence import Sequence, held_pages
+from culet.scheduler.sequence import Sequence, held_pages, samples_of
 from culet.scheduler.stats import Counters, SchedulerStats, take_snapshot
 from culet.scheduler.tenants import BY_ORDER, BY_RANK, FairQueue, StepPrompts
 from culet.types import Drawn, Entry, FinishReason, Logprobs, Request, Row, StepPlan, StepResult, TokenDelta
@@ -55,6 +56,7 @@ class Scheduler:
         max_drafts: int = 0,
         policy: DraftLengths | None = None,
         plans_open: bool = False,
+        short_first: bool = False,
         features: FeatureLedger | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,14 +64,15 @@ class Scheduler:
 
         `max_drafts` is the most tokens that a drafter proposes at a time. `policy` decides how many it should propose. Without
         a policy, it always proposes all. If `plans_open`, the runner itself finds out where a row begins when drafts of the
-        previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known. `features`
-        is the account of the runner's features. Without it, the runner has no towers.
+        previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known. If
+        `short_first`, short prompts do not wait for long steps. Without `features`, their account, the runner has no towers.
         """
         self.layout, self.max_model_len = layout, max_model_len
         self.max_drafts, self.policy = max_drafts, policy
         self.plans_open, self.features = plans_open, features
         self.budget = config.max_num_batched_tokens
         self.step_budget = StepBudget(self.budget, config.max_step_ms / 1e3)
+        self._short_first = ShortFirst(is_on=short_first)
         # The most pages that a token and its drafts may need, including drafts in flight.
         self._max_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
         self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching)
@@ -104,12 +107,8 @@ class Scheduler:
             self.features.admit(request)
         arrival = next(self._arrivals)
         is_cached = self.page_allocator.prefix is not None
-        first, *others = [
-            Sequence(request, sample, arrival, self.layout, self.features, is_cached=is_cached) for sample in range(request.n)
-        ]
-        first.siblings = others
-        first.arrived_at = self._clock()
-        self._alive[request.request_id] = {seq.sample: seq for seq in (first, *others)}
+        first = samples_of(request, arrival, self._clock(), self.layout, self.features, is_cached=is_cached)
+        self._alive[request.request_id] = {seq.sample: seq for seq in (first, *first.siblings)}
         if held:
             self._held[request.request_id] = first
         else:
@@ -253,14 +252,17 @@ class Scheduler:
         budget = self.step_budget.of_step(self._running, waiting)
         grants = share_step(self._running, self._waiting, waiting, budget, prompts)
         planned: list[PlannedRow] = []
+        may_go_first = waiting is not None and not self._waiting.is_shared  # tenants have their own rules for new prompts
+        num_first = self._short_first.num_tokens(grants, self.counters.steps) if may_go_first else 0
+        if num_first and (planned := self._start_new(entries, num_first, prompts, first=True)):
+            self._short_first.went(self.counters.steps)
+            return planned
         num_preempted = self.counters.preemptions
         for grant in grants:
             if grant.sequence.is_running:  # an older sequence may just have taken its pages
                 planned += self._plan_row(grant, may_preempt=True)
         if len(planned) == len(grants) and self.counters.preemptions == num_preempted:  # nobody lacks pages
-            for seq, rows in self._admissions(budget - sum(plan.row.num_new for plan in planned), prompts):
-                entries.append(seq.entry())
-                planned += rows
+            planned += self._start_new(entries, budget - sum(plan.row.num_new for plan in planned), prompts)
         return planned
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
@@ -280,12 +282,7 @@ class Scheduler:
 
     def _num_wanted(self, seq: Sequence) -> int:
         """Return how many proposals to make after the token that `seq` is about to draw."""
-        count = self.max_drafts
-        if count and self.policy is not None:
-            # A sequence that is about to start is not among the running ones yet.
-            count = self.policy.length(seq.acceptance, max(1, len(self._running)))
-        # The token drawn now and the one after the last draft need no proposal.
-        return max(0, min(count, seq.num_left - 2)) if count else 0
+        return num_wanted(seq, self.max_drafts, self.policy, len(self._running)) if self.max_drafts else 0
 
     def _preempt(self, seq: Sequence) -> None:
         """Take the slot and pages of `seq`. All its tokens, including those it has drawn, are computed again later."""
@@ -320,27 +317,32 @@ class Scheduler:
 
     # A sequence starts
 
-    def _admissions(self, budget: int, prompts: StepPrompts) -> Iterator[tuple[Sequence, list[PlannedRow]]]:
-        """Start waiting sequences, strictly in order, as long as tokens, slots and pages last."""
-        if not (self._waiting and budget and len(self._running) < self._max_running):
-            return
-        reserved = promised_pages(self._running, self.budget)
+    def _start_new(self, entries: list[Entry], budget: int, prompts: StepPrompts, *, first: bool = False) -> list[PlannedRow]:
+        """Start waiting sequences in order, as long as tokens, slots and pages last.
+
+        Those that go `first` must end their prompts with this step, and leave enough pages to all that run.
+        """
+        planned: list[PlannedRow] = []
+        reserved = promised_pages(self._running, self.budget) + first * len(self._running) * self._max_fresh
         while budget and len(self._running) < self._max_running and (seq := self._waiting.head()) is not None:
             place = self._waiting.num_running(seq.tenant)
             # A sequence that just made way starts again when its last result is known.
             if seq.rows_in_flight or prompts.leave_out(seq, place):
-                return
-            rows = self._admit(seq, budget, reserved)
-            if not rows:
-                return
+                break
+            if not (rows := self._admit(seq, budget, reserved, first=first)):
+                break
             prompts.add(seq, place)
             budget -= rows[0].row.num_new
             reserved += reserved_pages(seq, self.budget) if seq.num_uncomputed > 1 else 0
-            yield seq, rows
+            entries.append(seq.entry())
+            planned += rows
+        return planned
 
-    def _admit(self, seq: Sequence, budget: int, reserved: int) -> list[PlannedRow]:
+    def _admit(self, seq: Sequence, budget: int, reserved: int, *, first: bool) -> list[PlannedRow]:
         """Give `seq` a slot and its first row, resumed from the prefix cache if possible. Return [] if it must wait."""
         match = find_prefix(seq, self.page_allocator)
+        if first and len(seq.tokens) - match.resume > budget:
+            return []
         if not seq.ready_part(match.resume, min(budget, len(seq.tokens) - match.resume)):
             return []
         if match.point is not None:
@@ -467,9 +469,7 @@ class Scheduler:
         """End `seq` in any state. The tokens it has computed stay as a resume point for the next turn."""
         assert seq.finish_reason is None
         seq.finish_reason = reason
-        self.counters.finished += 1
-        self.counters.cancelled += reason is FinishReason.CANCEL
-        self.counters.timed_out += reason is FinishReason.TIMEOUT
+        self.counters.count_end(reason)
         if self.policy is not None:
             self.policy.ended(seq.acceptance)
         is_held = False

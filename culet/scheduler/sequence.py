@@ -357,6 +357,16 @@ class Sequence:
         self.rows_in_flight = self.draws_in_flight = 1
 
 
+def samples_of(
+    request: Request, arrival: int, now: float, layout: CacheLayout, features: FeatureLedger | None, *, is_cached: bool
+) -> Sequence:
+    """Return the first sample of a request that arrives at `now`. The others are its siblings."""
+    samples = range(request.n)
+    first, *others = [Sequence(request, sample, arrival, layout, features, is_cached=is_cached) for sample in samples]
+    first.siblings, first.arrived_at = others, now
+    return first
+
+
 def held_pages(running: Iterable[Sequence], layout: CacheLayout) -> dict[str, int]:
     """Return how many pages `running` hold, by the name of the KV group. A shared page counts once."""
     return {group.name: len({page for seq in running for page in seq.groups[group.index].held}) for group in layout.groups}

@@ -10,6 +10,7 @@ from typing import Any
 from culet.cache.arena import Arena
 from culet.cache.prefix import PrefixCache
 from culet.scheduler.media.features import FeatureLedger
+from culet.types import FinishReason
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of the histogram of step sizes
 
@@ -47,6 +48,12 @@ class Counters:
         self.steps += 1
         self.step_tokens += num_tokens
         self.steps_at[bisect_left(STEP_TOKENS, num_tokens)] += 1
+
+    def count_end(self, reason: FinishReason) -> None:
+        """Count one sequence that has ended."""
+        self.finished += 1
+        self.cancelled += reason is FinishReason.CANCEL
+        self.timed_out += reason is FinishReason.TIMEOUT
 
     def count_verify(self, num_drafts: int, num_accepted: int) -> None:
         """Count one verified row."""

@@ -95,9 +95,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            metric = Histogram(f"vllm:{name}", text, _LABEL, buckets=buckets, registry=self.registry)
-            metric.labels(self._model)
-            return metric
+            return Histogram(f"vllm:{name}", text, _LABEL, buckets=buckets, registry=self.registry).labels(self._model)
 
         self._first = histogram("time_to_first_token_seconds", "Time from a request to its first token.", _SHORT)
         self._queue = histogram("request_queue_time_seconds", "Time that a request spent in the queue.", _SHORT)
@@ -122,7 +120,8 @@ class Metrics:
         labels = (*_LABEL, "finished_reason")
         self._ended = Counter("vllm:request_success", "Finished samples by finish reason.", labels, registry=self.registry)
         self._failed = Counter("culet:request_errors", "Failed requests.", (*_LABEL, "error"), registry=self.registry)
-        self._reasoning = Counter("culet:reasoning_tokens", "Tokens generated in thoughts.", _LABEL, registry=self.registry)
+        reasoning = Counter("culet:reasoning_tokens", "Tokens generated in thoughts.", _LABEL, registry=self.registry)
+        self._reasoning = reasoning.labels(self._model)
         self._of_key = [
             Counter(f"culet:key_{name}", text, _KEY_LABELS, registry=self.registry)
             for name, text in (
@@ -147,7 +146,6 @@ class Metrics:
         service.lag_observers.append(lag.labels(self._model).observe)
         for reason in ("stop", "length", "abort"):
             self._ended.labels(self._model, reason)
-        self._reasoning.labels(self._model)
         service.observers.append(self.observe)
 
     def observe(self, finished: FinishedRequest) -> None:
@@ -163,25 +161,25 @@ class Metrics:
             self._failed.labels(model, finished.error).inc()
         for reason in finished.finish_reasons:
             self._ended.labels(model, _REASONS.get(reason, reason)).inc()
-        self._prompt.labels(model).observe(finished.num_prompt_tokens)
-        self._generated.labels(model).observe(finished.num_generated_tokens)
-        self._longest.labels(model).observe(finished.max_generated_tokens)
-        self._n.labels(model).observe(finished.n)
-        self._max_tokens.labels(model).observe(finished.max_tokens)
-        self._reasoning.labels(model).inc(finished.num_reasoning_tokens)
+        self._prompt.observe(finished.num_prompt_tokens)
+        self._generated.observe(finished.num_generated_tokens)
+        self._longest.observe(finished.max_generated_tokens)
+        self._n.observe(finished.n)
+        self._max_tokens.observe(finished.max_tokens)
+        self._reasoning.inc(finished.num_reasoning_tokens)
         if finished.first_token_s is None:
             return
-        self._first.labels(model).observe(finished.first_token_s)
-        self._whole.labels(model).observe(finished.total_s)
-        self._queue.labels(model).observe(finished.queue_s)
+        self._first.observe(finished.first_token_s)
+        self._whole.observe(finished.total_s)
+        self._queue.observe(finished.queue_s)
         prefill_s = max(0.0, finished.first_token_s - finished.queue_s)
-        self._prefill.labels(model).observe(prefill_s)
-        self._decode.labels(model).observe(finished.decode_s)
-        self._inference.labels(model).observe(prefill_s + finished.decode_s)
+        self._prefill.observe(prefill_s)
+        self._decode.observe(finished.decode_s)
+        self._inference.observe(prefill_s + finished.decode_s)
         self._gaps.merge(finished.gaps)
         num_later = finished.num_generated_tokens / finished.n - 1
         if num_later > 0:
-            self._per_token.labels(model).observe((finished.total_s - finished.first_token_s) / num_later)
+            self._per_token.observe((finished.total_s - finished.first_token_s) / num_later)
 
 
 class _GapReport(Collector):

@@ -309,9 +309,16 @@ class Service:
         self.require_ready()
         deadline = time.monotonic() + self.settings.request_timeout  # all processes on a machine share this clock
         request = self.rules.make_request(
-            EngineClient.next_id(), prompt_token_ids, params, media=media, items=items, priority=priority, deadline=deadline
+            EngineClient.next_id(),
+            prompt_token_ids,
+            params,
+            media=media,
+            items=items,
+            priority=priority,
+            deadline=deadline,
+            cache_salt=cache_salt,
+            tenant=caller.name,
         )
-        request = replace(request, cache_salt=cache_salt, tenant=caller.name)
         capacity = self.engines.capacity
         if self.num_samples + params.n > capacity:
             raise QueueFull(

@@ -25,6 +25,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
+from functools import lru_cache
 
 from culet.text.output_pieces import CallPart, Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall, merge
 from culet.text.stops import StopMatcher
@@ -95,6 +96,14 @@ class _Mark(Enum):
     END = "<eos>"
 
 
+@lru_cache(maxsize=4)  # for every sample, looking the names up would take longer than a token
+def _marks_of(tokenizer: Tokenizer) -> dict[int, _Mark]:
+    """Return the ids of all marks. Names that the vocabulary lacks are left out."""
+    names = {mark.value: mark for mark in _Mark} | dict.fromkeys(_END_TOKENS, _Mark.END)
+    ids = {name: tokenizer.token_id(name) for name in names}
+    return {token_id: names[name] for name, token_id in ids.items() if token_id is not None}
+
+
 class _State(Enum):
     ROLE = auto()  # after `<|turn>` at the start of the output
     TEXT = auto()
@@ -129,10 +138,8 @@ class ChatReader:
     ) -> None:
         self._tokenizer = tokenizer
         self._decoder = IncrementalDecoder(tokenizer, skip_special=False)
-        self._marks = {tokenizer.token_id(mark.value): mark for mark in _Mark}
-        self._marks |= {tokenizer.token_id(name): _Mark.END for name in _END_TOKENS} | dict.fromkeys(end_ids, _Mark.END)
+        self._marks = _marks_of(tokenizer) | dict.fromkeys(end_ids, _Mark.END)
         self._turn_id = tokenizer.token_id("<|turn>")
-        self._marks.pop(None, None)  # names that the vocabulary lacks
         self._special_ids = tokenizer.special_ids
         self._schemas = schemas or {}
         self._ignore_end = ignore_end

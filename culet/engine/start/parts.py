@@ -122,6 +122,7 @@ def _make_scheduler(setup: Setup, built: BuiltWorker) -> Scheduler:
         policy=_make_draft_policy(setup, built.read),
         # Captured steps determine on the device where their rows begin.
         plans_open=setup.has_graphs and max_drafts > 0,
+        short_first=not setup.is_gpu,  # on a CPU, a step takes longer the more rows it has
         features=_make_features(setup),
     )
 

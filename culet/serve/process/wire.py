@@ -78,7 +78,7 @@ def submit_frames(request: Request) -> Iterator[bytes | bytearray]:
     for item in request.items:
         yield frame_head(Item(replace(item, data=b"")), len(item.data))
         yield item.data
-    yield frame(Submit(replace(request, items=())))
+    yield frame(Submit(replace(request, items=()) if request.items else request))
 
 
 # From the engine process

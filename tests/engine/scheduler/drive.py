@@ -260,6 +260,7 @@ def make(
     ahead: bool = False,
     max_drafts: int = 0,
     prefix_caching: bool = True,
+    short_first: bool = False,
     max_model_len: int = 1000,
 ) -> Drive:
     """Make a scheduler and a fake runner, with a clock that stands still unless `drive.now` is set."""
@@ -271,6 +272,7 @@ def make(
         max_model_len=max_model_len,
         prefix_caching=prefix_caching,
         max_drafts=max_drafts,
+        short_first=short_first,
         clock=lambda: getattr(drive, "now", 0.0),
     )
     runner = FakeRunner(layout, num_pages, max_num_seqs=seqs, budget=budget, max_drafts=max_drafts)

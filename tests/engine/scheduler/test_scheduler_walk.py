@@ -39,6 +39,7 @@ class World:
     max_prompt: int = 60
     max_tokens: int = 40
     plans_open: bool = False  # rows are planned while drafts are in flight
+    short_first: bool = False  # short prompts have steps of their own
     pauses: bool = False  # drafts are wanted in some steps and not in others
     has_media: bool = False  # some prompts have media, and tenants have salts
     tenants: tuple[str, ...] = ("",)  # each request belongs to one of them
@@ -78,6 +79,7 @@ class Walk:
             max_drafts=world.max_drafts,
             policy=Moody(self.random, world.max_drafts) if world.pauses else None,
             plans_open=world.plans_open,
+            short_first=world.short_first,
             clock=lambda: self.now,
         )
         runner = FakeRunner(
@@ -200,6 +202,10 @@ WORLDS = {
     "open drafter": World(
         groups=((8, 4), (None, 8), (None, 3, 7)), num_pages=150, max_drafts=4, ahead=True, plans_open=True, pauses=True
     ),
+    "short first": World(short_first=True, num_pages=120, max_num_seqs=32, max_tokens=60),
+    "short first, short of pages": World(
+        groups=((3, 1), (None, 1)), short_first=True, num_pages=90, max_num_seqs=32, max_drafts=2, max_prompt=8
+    ),
     "tenants": World(tenants=("a", "a", "a", "b", "c"), max_num_seqs=4),
     "tenants ahead": World(tenants=("a", "a", "a", "b"), ahead=True, max_drafts=3, max_num_seqs=5, max_tokens=80),
     "tenants, open drafter": World(
@@ -233,7 +239,7 @@ def run_worlds(num_steps: int, seed: int) -> Counter[str]:
 
 @pytest.mark.parametrize("num_steps", [50, pytest.param(1000, marks=pytest.mark.slow)])
 def test_walk(num_steps: int) -> None:
-    """Walk this many steps in each of 21 worlds. Everything that can happen does."""
+    """Walk this many steps in each world. Everything that can happen does."""
     total = run_worlds(num_steps, seed=1)
     print(dict(total))
     assert total["steps"] >= 10 * num_steps

@@ -254,7 +254,7 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
     asked = body.reasoning or Reasoning()
     is_on = options.enable_thinking if options is not None and options.enable_thinking is not None else asked.enabled
     thinking = thinking_of(service, effort=body.reasoning_effort or asked.effort, budget=asked.max_tokens, is_on=is_on)
-    if body.thinking_token_budget is None:
+    if body.thinking_token_budget is None and thinking.budget is not None:
         params = replace(params, thinking_token_budget=thinking.budget)
     choice = body.tool_choice
     await check_chat(service, body.messages, ())  # before they are converted
