@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -84,7 +83,7 @@ class DecoderLayer(Layer):
     def __init__(self, spec: ModelSpec, layer: LayerSpec, rope_kind: int, *, weights: Weights, latent: bool) -> None:
         super().__init__()
         self.ops = weights.ops
-        self.norms: ModuleType | RankNorms = self.ops  # those after attention, MLP and experts
+        self.rank_norms: RankNorms | None = None  # those after attention, MLP and experts, if they add up the ranks' terms
         self.eps, size = spec.rms_eps, spec.hidden_size
         heads = HeadShape(
             num_heads=layer.num_heads,
@@ -121,7 +120,7 @@ class DecoderLayer(Layer):
         if all(weight.can_leave_sum for weight in weights):
             for weight in weights:
                 weight.leave_sum()
-            self.norms = RankNorms(self.ops, all_reduce)
+            self.rank_norms = RankNorms(self.ops, all_reduce)
 
     def forward(
         self, x_TD: Tensor, normed_TD: Tensor, ple_TP: Tensor | None, next_norm_D: Tensor | None, shared: Pass, pieces: Pieces
@@ -142,7 +141,7 @@ class DecoderLayer(Layer):
 
         Every branch (attention, MLP, experts, per-layer embedding) ends in a PartialSum that the following norm adds up.
         """
-        norms, eps = self.norms, self.eps
+        norms, eps = self.rank_norms or self.ops, self.eps
         attended = self.attention.out.linear_parts(heads_TX)
         if self.experts is not None:
             pre_norms = self.pre_mlp_norm, self.pre_experts_norm
