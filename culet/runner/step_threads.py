@@ -15,9 +15,8 @@ from pathlib import Path
 
 import torch
 
-MAX_WAIT = (
-    1 / 3
-)  # of a step. On idle cores, the engine's thread waits for up to a quarter of it, on busy ones at least for half.
+# The share of a step that the engine's thread may wait. On idle cores it waits for up to a quarter, on busy ones for half.
+MAX_WAIT = 1 / 3
 MIN_IDLE = 0.5  # of the other threads' cores. Below, they are not used again.
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 _STAT = Path("/proc/stat")
