@@ -259,7 +259,7 @@ class Gemma4(Layer):
                 next_norm = None if is_cut else self._next_norm(index)
                 x, normed = layer(x, normed, None if ple is None else ple[:, index], next_norm, shared, pieces)
             if index in taps:
-                tapped[index] = pieces.cut(x)
+                tapped[index] = pieces.keep(x)
         projected: Sequence[Tensor] = ()
         if num_layers < self.num_kv_layers:
             projected = [pieces.cut(part) for part in pieces.run(self._layers[num_layers].attention.project, normed, shared)]

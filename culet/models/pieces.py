@@ -65,6 +65,10 @@ class Pieces:
         """Return a piece's result without padding, [T, ...]."""
         return tensor_U
 
+    def keep(self, tensor_U: Tensor) -> Tensor:
+        """Return the same for a result that is read after the last piece, whose memory other graphs may use again."""
+        return tensor_U
+
     def run_tail(self, layers: TailLayers, inputs: TailInputs, tail: ForwardBatch) -> Tensor:
         """Return the result of the layers that run only for the tail, [L, D]."""
         return layers(inputs, tail)

@@ -186,6 +186,9 @@ class PaddedPieces(Pieces):
     def cut(self, tensor_U: Tensor) -> Tensor:
         return tensor_U[: self._num_tokens]
 
+    def keep(self, tensor_U: Tensor) -> Tensor:
+        return self.cut(tensor_U).clone()
+
     def run_tail(self, layers: TailLayers, inputs: TailInputs, tail: ForwardBatch) -> Tensor:
         size = self._tails.find(tail)
         return layers(inputs, tail) if size is None else self._tails.run(size, inputs, tail)

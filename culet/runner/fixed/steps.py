@@ -100,7 +100,7 @@ class FixedStep:
         count = sum(row.num_new for row in rows)
         tapped = {layer: tensor[:count] for layer, tensor in self.hidden.tapped.items()}
         next_tokens = NextTokens(self.layout.next_positions_T[:count], self.layout.next_places_T[:count])
-        return ForwardOutput(_cut(self.batch, len(rows), count), Hidden(self.hidden.last_LD[:count], tapped), next_tokens)
+        return ForwardOutput(cut_batch(self.batch, len(rows), count), Hidden(self.hidden.last_LD[:count], tapped), next_tokens)
 
 
 class FixedSteps:
@@ -232,7 +232,7 @@ class FixedSteps:
         while left > 0:
             facts.append(RowFacts(0, min(left, step.bucket.num_queries), is_stored))
             left -= facts[-1].num_queries
-        return replace(_cut(step.batch, len(facts), step.bucket.num_tokens), rows=tuple(facts))
+        return replace(cut_batch(step.batch, len(facts), step.bucket.num_tokens), rows=tuple(facts))
 
     def _make_step(self, bucket: Bucket) -> FixedStep:
         """Allocate the buffers of a bucket. One takes everything that is sent, with the widest page tables at the end."""
@@ -277,7 +277,7 @@ def _planned_rows(sent: Mapping[str, Tensor], num_rows: int, most_tokens: int) -
     return PlannedRows(sent["begin"], start_B, slot_B, is_open_B, sent["rows"][3:], most_tokens)
 
 
-def _cut(batch: ForwardBatch, num_rows: int, num_tokens: int) -> ForwardBatch:
+def cut_batch(batch: ForwardBatch, num_rows: int, num_tokens: int) -> ForwardBatch:
     """Return the first rows and tokens of a batch, as views."""
     return replace(
         batch,

@@ -9,6 +9,7 @@ Shapes: L tokens of a tail, including padding · D model · X queries or a norme
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from culet.kernels.captures import Captures
 from culet.kernels.replay import replayed
 from culet.models.pieces import TailInputs
 from culet.runner.fixed.page_tables import DeviceTables
+from culet.runner.fixed.steps import cut_batch
 from culet.runner.target import Target
 
 
@@ -112,19 +114,8 @@ class FixedTails:
 
         Without a graph, backends may need the host's facts about `rows`.
         """
-        target, whole = self.target, self._tail
-        batch = ForwardBatch(
-            token_ids_T=whole.token_ids_T[:size],
-            positions_T=whole.positions_T[:size],
-            row_begin_B1=whole.row_begin_B1[: size + 1],
-            context_B=whole.context_B[:size],
-            logits_index_L=whole.logits_index_L[:size],
-            rows=(*rows, *whole.rows[len(rows) : size]),
-            groups=tuple(
-                GroupBatch(group.pages_BP[:size], group.first_B[:size], group.kv_address_T[:size]) for group in whole.groups
-            ),
-            tail=None,
-        )
+        target, batch = self.target, cut_batch(self._tail, size, size)
+        batch = replace(batch, rows=(*rows, *batch.rows[len(rows) :]))
         inputs = TailInputs(self._inputs.x_LD[:size], self._inputs.embedded_LD[:size], self._inputs.first_LX[:size])
         target.plan(batch)
         with replayed():
