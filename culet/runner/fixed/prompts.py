@@ -24,6 +24,8 @@ from torch import Tensor
 from culet.attention.batch import INPUT_ROW_TOKEN, ForwardBatch
 from culet.kernels.captures import Captures, borrowed
 from culet.kernels.replay import replayed
+from culet.layers.weight.base import Weight
+from culet.models.gemma4 import Gemma4
 from culet.models.pieces import DIRECT, Pieces, TailInputs, TailLayers, TokenInputs
 from culet.models.sizes import text_weights
 from culet.models.spec import ModelSpec
@@ -52,13 +54,21 @@ def prompt_sizes(spec: ModelSpec, limit: int) -> tuple[int, ...]:
     return tuple(size for size in SIZES if size <= min(limit, longest))
 
 
+def _suits(model: Gemma4) -> bool:
+    """Return whether a model's pieces can be graphs.
+
+    Ranks exchange sums within a piece. Weights that are widened for many tokens would keep the memory of their copies.
+    """
+    return model.rank.size == 1 and not any(isinstance(module, Weight) and module.is_widened for module in model.modules())
+
+
 class FixedPrompts:
     """The pieces of a target in all sizes. A step has the same result with and without graphs."""
 
     def __init__(self, target: Target, tokens_SL: Tensor, tables: DeviceTables, limit: int) -> None:
-        """Make sizes of up to `limit` tokens. Ranks exchange sums within a piece, so they have none."""
+        """Make sizes of up to `limit` tokens. Models that cannot use them have none."""
         self.target, self._tokens_SL = target, tokens_SL
-        self.sizes = prompt_sizes(target.model.spec, limit) if target.model.rank.size == 1 else ()
+        self.sizes = prompt_sizes(target.model.spec, limit) if _suits(target.model) else ()
         buffers = _Buffers.allocate(max(self.sizes, default=0), len(target.pool.layout.groups), target.device)
         num_tail_layers = len(target.model.spec.layers) - target.model.num_whole_layers(target.taps)
         has_tails = self.sizes and num_tail_layers >= LEAST_TAIL_LAYERS

@@ -55,6 +55,8 @@ class Tensors(Layer):
 class QuantisedMatrix(Matrix):
     """A matrix in one form. Its projections come from one source."""
 
+    is_widened = True  # in most forms
+
     def __init__(self, layout: MatrixLayout, site: Site, form: Form, source: Source) -> None:
         super().__init__(layout, site)
         self.source = source
