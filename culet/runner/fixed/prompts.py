@@ -21,7 +21,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from culet import hardware
 from culet.attention.batch import INPUT_ROW_TOKEN, ForwardBatch
+from culet.hardware import Arch
 from culet.kernels.captures import Captures, borrowed
 from culet.kernels.replay import replayed
 from culet.layers.weight.base import Weight
@@ -41,16 +43,15 @@ R = TypeVar("R")
 SIZES = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 LAYER_SECONDS = 6e-4  # the host's time for the launches of a layer
 LEAST_TAIL_LAYERS = 4  # in fewer layers there is too little to launch
-DEVICE_FLOPS = 6.5e14  # operations per second of a large GPU. A smaller one pads prompts that it would not have to.
 
 
-def prompt_sizes(spec: ModelSpec, limit: int) -> tuple[int, ...]:
+def prompt_sizes(spec: ModelSpec, limit: int, arch: Arch) -> tuple[int, ...]:
     """Return the sizes of up to `limit` tokens at which the host needs longer to launch a layer than the GPU to run it."""
     weights = text_weights(spec)
     used = weights["attention"] + weights["dense MLP"]
     if spec.moe is not None:
         used += weights["routed experts"] * spec.moe.top_k // spec.moe.num_experts
-    longest = len(spec.layers) * LAYER_SECONDS * DEVICE_FLOPS / (2 * used)
+    longest = len(spec.layers) * LAYER_SECONDS * arch.rates.flops_per_s / (2 * used)
     return tuple(size for size in SIZES if size <= min(limit, longest))
 
 
@@ -68,7 +69,9 @@ class FixedPrompts:
     def __init__(self, target: Target, tokens_SL: Tensor, tables: DeviceTables, limit: int) -> None:
         """Make sizes of up to `limit` tokens. Models that cannot use them have none."""
         self.target, self._tokens_SL = target, tokens_SL
-        self.sizes = prompt_sizes(target.model.spec, limit) if _suits(target.model) else ()
+        capability = hardware.capability_of(target.device) if target.device.type == "cuda" else hardware.ASSUMED_CAPABILITY
+        arch = hardware.arch_of(capability)
+        self.sizes = prompt_sizes(target.model.spec, limit, arch) if _suits(target.model) else ()
         buffers = _Buffers.allocate(max(self.sizes, default=0), len(target.pool.layout.groups), target.device)
         num_tail_layers = len(target.model.spec.layers) - target.model.num_whole_layers(target.taps)
         has_tails = self.sizes and num_tail_layers >= LEAST_TAIL_LAYERS

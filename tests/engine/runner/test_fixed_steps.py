@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from culet.cache.pool import Pool
+from culet.hardware import ARCHS
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
 from culet.runner.fixed.page_tables import table_columns
@@ -80,11 +81,15 @@ def test_bucket_sizes():
 
 
 def test_prompt_sizes():
-    """Small models launch more slowly than they compute, up to longer prompts."""
-    longest = {name: prompt_sizes(read_spec(VARIANTS[name]), 8192)[-1] for name in ("E2B", "E4B", "12B", "26B-A4B", "31B")}
+    """Small models launch more slowly than they compute, up to longer prompts, and fast GPUs, too."""
+    longest = {
+        name: prompt_sizes(read_spec(VARIANTS[name]), 8192, ARCHS["sm_90"])[-1]
+        for name in ("E2B", "E4B", "12B", "26B-A4B", "31B")
+    }
     assert longest == {"E2B": 2048, "E4B": 2048, "12B": 768, "26B-A4B": 1792, "31B": 384}
-    assert prompt_sizes(read_spec(VARIANTS["E4B"]), 500) == SIZES[:5]
-    assert prompt_sizes(read_spec(VARIANTS["E4B"]), 0) == ()
+    assert prompt_sizes(read_spec(VARIANTS["E4B"]), 8192, ARCHS["sm_89"])[-1] == 768
+    assert prompt_sizes(read_spec(VARIANTS["E4B"]), 500, ARCHS["sm_90"]) == SIZES[:5]
+    assert prompt_sizes(read_spec(VARIANTS["E4B"]), 0, ARCHS["sm_90"]) == ()
 
 
 def test_prompts_in_sizes(model):
