@@ -81,7 +81,7 @@ def test_bucket_sizes():
 
 
 def test_prompt_sizes():
-    """Small models launch more slowly than they compute, up to longer prompts, and fast GPUs, too."""
+    """The smaller the model and the faster the GPU, the longer are prompts whose launches take longest."""
     longest = {
         name: prompt_sizes(read_spec(VARIANTS[name]), 8192, ARCHS["sm_90"])[-1]
         for name in ("E2B", "E4B", "12B", "26B-A4B", "31B")
