@@ -52,7 +52,9 @@ IDS = {
     "eoa_token_index": EOA,
     "audio_token_id": AUDIO,
 }
-CALM = 0.25  # factor on q_norm, because peaked attention makes a rounding error of a feature a hundred times as large
+# Factor on q_norm in decoder and towers. Peaked attention makes a rounding error of a feature a hundred times as large in the
+# decoder, and each layer of the vision tower makes one of a patch four times as large.
+CALM = 0.25
 _SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 _CHANGES: dict[str, dict[str, Any]] = {
     "E4B": {"layer_types": _SLIDING * 3, "num_kv_shared_layers": 3},
@@ -88,7 +90,7 @@ def oracle(shape: str) -> Any:
     tiny_towers.randomise(model)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "language_model" in name and name.endswith("q_norm.weight"):
+            if name.endswith("q_norm.weight"):
                 weight.mul_(CALM)
             if name.endswith("language_model.embed_tokens.weight"):
                 weight[BOI:] *= 0.01  # small logits, so that answers have no placeholders
