@@ -53,7 +53,7 @@ IDS = {
     "audio_token_id": AUDIO,
 }
 # Factor on q_norm in decoder and towers. Peaked attention makes a rounding error of a feature a hundred times as large in the
-# decoder, and each layer of the vision tower makes one of a patch four times as large.
+# decoder, and each layer of the vision tower makes one of a patch three to four times as large.
 CALM = 0.25
 _SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
 _CHANGES: dict[str, dict[str, Any]] = {
