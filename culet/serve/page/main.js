@@ -114,14 +114,16 @@ function switchTheme() {
 
 // Keyboard
 
-const SHORTCUTS = { KeyN: newChat, KeyR: regenerateLast, KeyS: () => openSettings(), KeyK: () => (showSidebar(true), focusSearch()), KeyB: toggleSidebar, KeyE: editLast, KeyM: focusComposer, KeyA: chooseFiles };
+const SHORTCUTS = { KeyN: newChat, KeyS: () => openSettings(), KeyK: () => (showSidebar(true), focusSearch()), KeyB: toggleSidebar };
+const CHAT_SHORTCUTS = { KeyR: regenerateLast, KeyE: editLast, KeyM: focusComposer, KeyA: chooseFiles };
 
 function onKey(event) {
+  const isChat = !byId("view-chat").hidden; // else keys must not change a conversation that nobody sees
   if (event.key === "Escape" && !document.querySelector("dialog[open], .menu")) {
-    if (!stop() && narrow.matches) showSidebar(false);
+    if (!(isChat && stop()) && narrow.matches) showSidebar(false);
   }
   if (!event.altKey || event.ctrlKey || event.metaKey || byId("settings").open) return;
-  const act = SHORTCUTS[event.code];
+  const act = SHORTCUTS[event.code] ?? (isChat ? CHAT_SHORTCUTS[event.code] : null);
   if (!act) return;
   event.preventDefault();
   act();

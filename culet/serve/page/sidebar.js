@@ -1,6 +1,6 @@
 // The list of conversations: search, rename, export, import, delete and restore.
 
-import { element, icon, iconButton } from "./parts/dom.js";
+import { announce, element, icon, iconButton } from "./parts/dom.js";
 import { openMenu } from "./parts/menu.js";
 import { toast } from "./parts/toast.js";
 import { change, getConversation, listConversations, onChange, removeConversation, restoreConversation, search } from "./store/conversations.js";
@@ -51,12 +51,13 @@ function showActions(button, entry) {
   ]);
 }
 
-function rename(entry) {
+async function rename(entry) {
   renamed = entry.id;
-  draw();
+  await draw();
   const input = area.querySelector("input");
-  input.focus();
-  input.select();
+  if (!input) renamed = null; // the user has gone on to search for something else
+  input?.focus();
+  input?.select();
 }
 
 function renameField(entry) {
@@ -65,13 +66,15 @@ function renameField(entry) {
     if (renamed !== entry.id) return;
     renamed = null;
     if (isSaved && input.value.trim() && input.value.trim() !== entry.title) change(entry.id, { title: input.value.trim() });
-    else draw();
-    focusRow(entry.id);
+    drawSoon(); // the field may be left by a click on another row, which must stay until then
   };
   input.addEventListener("blur", () => close(true));
-  input.addEventListener("keydown", (event) => {
+  input.addEventListener("keydown", async (event) => {
     if (event.key === "Escape") event.stopPropagation();
-    if (event.key === "Enter" || event.key === "Escape") close(event.key === "Enter");
+    if (event.key !== "Enter" && event.key !== "Escape") return;
+    close(event.key === "Enter");
+    await draw();
+    focusRow(entry.id);
   });
   return input;
 }
@@ -107,23 +110,24 @@ async function drawFound(text) {
   const found = await search(text);
   if (field.value.trim() !== text) return; // the user has typed on
   const rows = found.map(({ entry, snippet }) => row(entry, snippet));
-  const heading = element("h2", { role: "status" }, rows.length ? `${rows.length} found` : "Nothing found");
-  area.replaceChildren(heading, element("ul", {}, ...rows));
+  const heading = rows.length ? `${rows.length} found` : "Nothing found";
+  announce(heading);
+  area.replaceChildren(element("h2", {}, heading), element("ul", {}, ...rows));
 }
 
-function draw() {
+async function draw() {
   const text = field.value.trim();
-  if (text) drawFound(text);
+  if (text) await drawFound(text);
   else drawGroups(listConversations());
 }
 
 // Draws soon, but not while a title is being edited. Answers change their conversation often.
 function drawSoon() {
   clearTimeout(timer);
-  timer = setTimeout(() => {
+  timer = setTimeout(async () => {
     if (renamed) return;
     const focused = document.activeElement?.closest?.("#conversations [data-id]")?.dataset.id;
-    draw();
+    await draw();
     if (focused) focusRow(focused);
   }, SEARCH_MS);
 }

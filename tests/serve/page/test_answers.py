@@ -223,6 +223,9 @@ def test_an_answer_goes_on_in_the_background(endless: Running, open_page: OpenPa
     expect(page.locator("#messages > li")).to_have_count(0)
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     page.get_by_role("link", name="Go on").click()
+    page.get_by_role("link", name="Engine").click()
+    page.keyboard.press("Escape")  # stops only an answer that is shown
+    page.get_by_role("link", name="Go on").click()
     expect(page.get_by_role("button", name="Stop")).to_be_visible()
     page.keyboard.press("Escape")
     expect(last_answer(page).locator(".note")).to_have_text("Stopped")
@@ -302,4 +305,6 @@ def test_nothing_is_cut_off_on_a_phone(rich: Running, open_page: OpenPage) -> No
     expect(page.locator("#sidebar")).to_be_hidden()
     expect(page.locator(".plot").first).to_be_visible()
     assert page.evaluate(fits)
+    check_accessible(page)
+    page.evaluate("document.documentElement.dataset.theme = 'dark'")
     check_accessible(page)

@@ -95,6 +95,25 @@ def test_a_hasty_user_loses_nothing(fake: Running, open_page: OpenPage) -> None:
     expect(page.locator("#messages .user .body")).to_have_text(["New two"])
 
 
+def test_a_page_that_comes_back_overwrites_nothing_newer(fake: Running, open_page: OpenPage) -> None:
+    page = open_page(fake)
+    ask(page, "Back and forth")
+    # What a page saves when it is left, while its answer is still being written. It then comes back from the browser's cache.
+    page.evaluate(
+        """async () => {
+          const { messagesOf } = await import("/page/store/conversations.js");
+          const found = [...(await messagesOf(location.hash.split("/")[2])).values()];
+          const message = { ...found.find(({ role }) => role === "assistant"), content: "The", state: "writing" };
+          localStorage.setItem(`culet.unsaved.${message.id}`, JSON.stringify({ message }));
+        }"""
+    )
+    with page.expect_navigation():
+        page.evaluate("dispatchEvent(new PageTransitionEvent('pageshow', { persisted: true }))")
+    expect(last_answer(page).locator(".body")).to_have_text(ANSWER)
+    expect(last_answer(page).locator(".note")).to_be_hidden()
+    assert not page.evaluate("Object.keys(localStorage).filter((name) => name.startsWith('culet.unsaved'))")
+
+
 # The list
 
 
@@ -118,6 +137,11 @@ def test_conversations_are_listed_found_renamed_and_restored(fake: Running, open
     page.keyboard.type("TAILS")
     expect(titles(page)).to_have_text(["About dogs"])
     expect(page.locator("#conversations small")).to_contain_text("their tails")
+    page.get_by_role("link", name="About dogs").press("F2")
+    expect(page.get_by_label("Title", exact=True)).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("link", name="About dogs")).to_be_focused()
+    page.keyboard.press("Alt+k")
     page.keyboard.press("Escape")
     expect(titles(page)).to_have_count(2)
     open_actions(page, "About dogs")
@@ -127,7 +151,10 @@ def test_conversations_are_listed_found_renamed_and_restored(fake: Running, open
     page.get_by_role("button", name="Undo").click()
     expect(titles(page)).to_have_text(["About dogs", "Felines"])
     expect(page.locator("#messages .user .body")).to_have_text("About dogs\nand their tails")
-    page.get_by_role("link", name="Felines").press("Delete")
+    for name in ("About dogs", "Felines"):
+        page.get_by_role("link", name=name).press("Delete")
+        expect(page.get_by_role("link", name=name)).to_have_count(0)
+    page.get_by_role("button", name="Undo").first.click()
     expect(titles(page)).to_have_text(["About dogs"])
     page.reload()
     expect(titles(page)).to_have_text(["About dogs"])
@@ -147,10 +174,15 @@ def test_conversations_survive_export_and_import(fake: Running, open_page: OpenP
     [conversation] = data["conversations"]
     [question] = [message for message in conversation["messages"] if message["role"] == "user"]
     conversation["messages"].append({**question, "id": "other", "content": "Imported", "created": question["created"] + 1})
+    stranger = {**question, "conversation": "stranger", "content": "With the id of another message"}
+    data["conversations"].append({**conversation, "id": "stranger", "messages": [stranger]})
     tab = open_page(fake, page.context, path=f"#{page.url.partition('#')[2]}")
     give_file(page, "more.json", json.dumps(data).encode())
     for opened in (page, tab):
         expect(opened.locator(".user .branches")).to_have_text("1/2")
+    expect(titles(tab)).to_have_count(2)
+    tab.reload()
+    expect(tab.locator("#messages .user .body")).to_have_text("First")
     other = open_page(fake)  # another browser
     for _ in range(2):  # the second time changes nothing
         give_file(other, "all.json", content)

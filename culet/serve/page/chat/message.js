@@ -38,7 +38,7 @@ export class UserItem {
     this.media = element("ul", { className: "media", "aria-label": "Attached" });
     this.body = element("div", { className: "body" });
     this.foot = element("div", { className: "foot" });
-    this.node = element("li", { className: "user" }, element("h3", { className: "unseen" }, "You"), this.media, this.body, this.foot);
+    this.node = element("li", { className: "user" }, element("h2", { className: "unseen" }, "You"), this.media, this.body, this.foot);
   }
 
   update(context) {
@@ -133,7 +133,7 @@ export class AnswerItem {
     this.note = element("p", { className: "note", hidden: true });
     this.stats = element("dl", { className: "stats", hidden: true });
     this.foot = element("div", { className: "foot" });
-    const title = element("h3", { className: "unseen" }, "Answer");
+    const title = element("h2", { className: "unseen" }, "Answer");
     this.node = element("li", { className: "assistant" }, title, this.thinking, this.body, this.calls, this.note, this.foot, this.stats);
   }
 

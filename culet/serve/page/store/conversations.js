@@ -1,6 +1,6 @@
 // The conversations as the page sees them: in memory, in the database, and the same in every tab.
 
-import { changeConversation, eraseConversation, hasMessage, openDatabase, readConversations, readMessages, scanMessages, writeMessages } from "./database.js";
+import { changeConversation, eraseConversation, hasMessage, openDatabase, readConversations, readMessages, scanMessages, writeLonger, writeMessages } from "./database.js";
 
 const JOURNAL = "culet.unsaved."; // what was not in the database yet when its tab was closed
 const KEPT_MS = 24 * 3600e3; // how long a deleted conversation can be restored
@@ -51,8 +51,9 @@ export async function startStore() {
 
 async function save(id, entry, write) {
   unsaved.set(id, entry);
-  await write;
+  const result = await write;
   if (unsaved.get(id) === entry) unsaved.delete(id);
+  return result;
 }
 
 let unfinished = () => [];
@@ -70,27 +71,34 @@ function keepEntry(id, entry) {
   }
 }
 
+let isLeft = false; // since then, other pages may have changed what this one knows
+
 // One listener for everything, because the browser ends requests as soon as a listener returns.
 addEventListener("pagehide", () => {
+  if (isLeft) return;
+  isLeft = true;
   for (const [id, { message, ...rest }] of unsaved) keepEntry(id, message ? { message: withoutBlobs(message) } : rest);
   for (const message of unfinished()) keepEntry(message.id, { message });
 });
 
+// A browser may keep a page that was left and show it again. It starts anew, since it has missed what other tabs said.
+addEventListener("pageshow", ({ persisted }) => persisted && location.reload());
+
 async function recover(report) {
   for (const name of Object.keys(localStorage).filter((name) => name.startsWith(JOURNAL))) {
-    const { message, conversation, changes } = JSON.parse(localStorage.getItem(name) ?? "{}"); // another tab may have recovered it
+    const entry = JSON.parse(localStorage.getItem(name) ?? "{}"); // another tab may have recovered it
+    localStorage.removeItem(name); // before the write, so that no tab writes it once more over something newer
+    const { message, conversation, changes } = entry;
     if (conversation) {
-      await changeConversation(conversation, changes);
+      await save(conversation, entry, changeConversation(conversation, changes));
       conversations.set(conversation, { ...conversations.get(conversation), ...changes });
       report({ conversation: conversations.get(conversation) }, true);
     }
-    // The database may have written a message of the user after all, with its media.
-    if (message?.role === "assistant" || (message && !(await hasMessage(message.id)))) {
-      await writeMessages([message]);
+    // The database may have written the message after all, and a message of the user with its media.
+    if (message && (await save(message.id, entry, writeLonger(message)))) {
       loaded.get(message.conversation)?.messages.set(message.id, message);
       report({ message }, true);
     }
-    localStorage.removeItem(name);
   }
 }
 
@@ -135,6 +143,7 @@ function titleOf(text) {
 }
 
 export function change(id, changes) {
+  if (isLeft) return;
   const conversation = { ...conversations.get(id), ...changes, id };
   conversations.set(id, conversation);
   const entry = { conversation: id, changes: { ...unsaved.get(id)?.changes, ...changes } };
@@ -143,6 +152,7 @@ export function change(id, changes) {
 }
 
 export function putMessage(message) {
+  if (isLeft) return;
   loaded.get(message.conversation)?.messages.set(message.id, message);
   save(message.id, { message }, writeMessages([message])).catch((error) => (message.media?.length ? keepWithoutMedia(message, error) : reportFull(error)));
   share({ message });
@@ -159,12 +169,13 @@ function withoutBlobs(message) {
   return message.media ? { ...message, media: message.media.map(({ blob, ...facts }) => facts) } : message;
 }
 
-// Adds conversations of a file. Messages that are already here stay as they are.
+// Adds conversations of a file. Messages that are already here, in any conversation, stay as they are.
 export async function addConversations(entries) {
   for (const { messages, ...conversation } of entries) {
     const known = conversations.get(conversation.id);
     const present = await messagesOf(conversation.id);
-    const added = messages.filter((message) => !present.has(message.id));
+    const added = [];
+    for (const message of messages) if (!present.has(message.id) && !(await hasMessage(message.id))) added.push(message);
     for (const message of added) present.set(message.id, message);
     await writeMessages(added);
     change(conversation.id, known ? { deleted: 0 } : conversation);

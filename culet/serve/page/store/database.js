@@ -70,6 +70,25 @@ export async function writeMessages(messages) {
   await finished(transaction);
 }
 
+// Answers only grow, so the longer one is the newer one. Of two that are equally long, one that is being written is the older one.
+const sizeOf = ({ content, reasoning_content, tool_calls }) => JSON.stringify([content, reasoning_content, tool_calls]).length;
+const isNewer = (message, stored) => sizeOf(message) > sizeOf(stored) || (sizeOf(message) === sizeOf(stored) && stored.state === "writing");
+
+// Writes a message unless the database has the same or more of it. Returns whether it was written.
+export async function writeLonger(message) {
+  if (!database) return false;
+  const transaction = database.transaction("messages", "readwrite");
+  const store = transaction.objectStore("messages");
+  const request = store.get(message.id);
+  let isWritten = false;
+  request.onsuccess = () => {
+    isWritten = !request.result || isNewer(message, request.result);
+    if (isWritten) store.put(message);
+  };
+  await finished(transaction);
+  return isWritten;
+}
+
 // Drafts: {id, tab, name, kept, media}
 
 export async function readDrafts() {
