@@ -21,7 +21,7 @@ from typing import Any
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 FOLDER = Path(__file__).parent.parent / "docs" / "images"
-WIDTHS = {"": (1180, 780), "-tablet": (820, 900), "-phone": (390, 780)}
+WIDTHS = {"": (1180, 860), "-tablet": (820, 980), "-phone": (390, 780)}
 SHAPES = FOLDER / "shapes.png"
 TALK = ("What do you see?", "Where is the heart?")  # about the picture, which comes with the first
 LIST = ("Make a list of these: bread, milk and apples.",)
@@ -118,7 +118,7 @@ def prepare(context: BrowserContext, url: str) -> Page:
 
 def take_chats(browser: Browser, url: str, folder: Path) -> None:
     for scheme in ("light", "dark"):
-        context = browser.new_context(viewport={"width": 1180, "height": 780}, color_scheme=scheme)
+        context = browser.new_context(viewport={"width": 1180, "height": 860}, color_scheme=scheme)
         page = prepare(context, url)
         for suffix, (width, height) in WIDTHS.items():
             page.set_viewport_size({"width": width, "height": height})
