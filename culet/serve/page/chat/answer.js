@@ -96,8 +96,13 @@ export async function answer(conversation, path, changed, failed = null) {
   putMessage(message);
   change(conversation, { head: message.id, updated: Date.now() });
   const started = performance.now();
-  const saving = setInterval(() => putMessage({ ...message }), SAVE_MS);
-  let [first, usage, reason] = [0, null, null];
+  let [first, usage, reason, saved] = [0, null, null, started];
+  const save = () => {
+    if (performance.now() - saved < SAVE_MS) return;
+    saved = performance.now();
+    putMessage({ ...message });
+  };
+  const saving = setInterval(save, SAVE_MS); // browsers hardly run timers of hidden tabs, so each chunk saves too
   try {
     for await (const chunk of streamChat(await requestBody(path), controller.signal)) {
       first ||= performance.now();
@@ -107,6 +112,7 @@ export async function answer(conversation, path, changed, failed = null) {
         merge(message, choice.delta ?? {});
         reason = choice.finish_reason ?? reason;
       }
+      save();
       changed(message);
     }
     message.state = "done";
