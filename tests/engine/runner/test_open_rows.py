@@ -49,7 +49,7 @@ class Replay:
         counts = [end - begin for begin, end in pairwise(step.planned.begin_B1.tolist())]
         starts, is_stored = step.layout.context_B.tolist(), (True,) * len(step.batch.groups)
         facts = [RowFacts(start, count, is_stored) for start, count in zip(starts, counts, strict=True) if count]
-        batch = replace(steps_module._cut(step.batch, len(facts), step.bucket.num_tokens), rows=tuple(facts))
+        batch = replace(steps_module.cut_batch(step.batch, len(facts), step.bucket.num_tokens), rows=tuple(facts))
         fixed.target.plan(batch)
         step.hidden = fixed._forward(step, batch)
 
