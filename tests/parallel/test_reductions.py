@@ -111,8 +111,8 @@ def test_a_model_whose_norms_add_the_ranks(shape: str, is_pushed: bool) -> None:
     models = [load(Weights(torch.float32, torch.device("cpu"), Rank(i, 2), reductions[i])) for i in range(2)]
     for model, reduction in zip(models, reductions, strict=True):
         for layer in model._layers:
-            assert isinstance(layer.norms, RankNorms)
-            layer.norms._ops = Ops(reduction)
+            assert isinstance(layer.rank_norms, RankNorms)
+            layer.rank_norms._ops = Ops(reduction)
     tokens = tiny.prompt(sum(chunks))
     want = Harness(load(Weights(torch.float32, torch.device("cpu"))), num_slots=1).all_logits(tokens, chunks)
     ranks = [Harness(model, num_slots=1) for model in models]

@@ -412,12 +412,14 @@ def test_what_is_reduced_in_a_layer(shape: str) -> None:
     layer.attention.qkv.linear_parts(x)
     routed = None if layer.experts is None else layer.experts(x, x)
     assert not reduction.shapes, "the sums are left to the norms"
+    norms = layer.rank_norms
+    assert norms is not None
     if routed is None:
-        layer.norms.residual_norm(x, attended, w, None, w, 1e-6)
-        layer.norms.residual_norm(x, dense, w, layer.scalar, None, 1e-6)
+        norms.residual_norm(x, attended, w, None, w, 1e-6)
+        norms.residual_norm(x, dense, w, layer.scalar, None, 1e-6)
     else:
-        layer.norms.residual_norm_two(x, attended, w, w, w, 1e-6)
-        layer.norms.residual_norm_joint(x, dense, routed, (w, w, w), layer.scalar, w, 1e-6)
+        norms.residual_norm_two(x, attended, w, w, w, 1e-6)
+        norms.residual_norm_joint(x, dense, routed, (w, w, w), layer.scalar, w, 1e-6)
     assert reduction.shapes == [(3, spec.hidden_size)] * (2 if routed is None else 3)
 
 
