@@ -89,9 +89,8 @@ class ChildProcess(ABC):
         except OSError as error:  # includes TimeoutError
             self.end()
             raise InternalError(f"the process that {purpose} did not start: {error}") from error
-        with suppress(
-            OSError
-        ):  # It may have ended already. Until now it had the usual priority, to start in time on a busy machine.
+        # Until now it had the usual priority, so that it starts in time on a busy machine.
+        with suppress(OSError):  # it may have ended already
             os.setpriority(os.PRIO_PROCESS, self._process.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS))
 
     @property

@@ -6,8 +6,7 @@ In every round, a sum of 1, 8, 32 or 256 tokens is compared with a plain one: fu
 and in a CUDA graph. A tenth of the rounds is repeated with torch's own reductions. Each model has the real widths and this many
 layers, random calm weights, and graphs. An eager float32 model judges its answers, as in `culet bench offline`. The soak sends
 growing conversations to two ranks and to one rank. Some are cancelled, and most resume from cached pages. The ranks share the
-GPU, so times mean nothing. The exit code is 1 if a value or an answer is wrong, or if a page is
-not returned.
+GPU, so times mean nothing. The exit code is 1 if a value or an answer is wrong, or if a page is not returned.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ class _Address:
 
 
 def borrowed(result: Any) -> Any:
-    """Return the tensors of a captured call's result, without keeping their memory from being used by later captures.
+    """Return the tensors of a captured call's result without owning their memory, so that later captures can use it again.
 
-    The result is a tensor or a tuple. Everything in it that is not a tensor becomes None.
+    `result` is a tensor or a tuple. Anything in it that is not a tensor becomes None.
     """
     if isinstance(result, torch.Tensor):
         return torch.as_tensor(_Address(result), device=result.device).view(result.dtype)

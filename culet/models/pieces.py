@@ -1,8 +1,8 @@
-"""The pieces of a forward pass: the launches between one layer's attention and the next.
+"""A forward pass in pieces. A piece is everything that is launched between one layer's attention and the next.
 
-They depend only on the number of tokens, while attention also depends on the rows of a step. So `runner/fixed/prompts.py` pads
-the tokens and replays each piece as a CUDA graph, and attention runs between them in the step's own shape. The layers that run
-only for the tail of a step are one piece, because attention of single tokens depends only on their number.
+A piece depends only on the number of tokens, while attention also depends on the rows of a step. So `runner/fixed/prompts.py`
+can pad the tokens and replay each piece as a CUDA graph, with attention between them. The layers that run only for the tail of
+a step are one piece, because the attention of single tokens also depends only on their number.
 
 Shapes: T tokens of the step · U the same, padded · L tokens of its tail · D model · N heads · H head.
 """
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class TokenInputs(NamedTuple):
-    """What pieces read of a batch."""
+    """The part of a batch that pieces read."""
 
     token_ids_U: Tensor
     positions_U: Tensor
@@ -31,16 +31,15 @@ class TokenInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TailInputs:
-    """What the layers of a step's tail start from."""
+    """The input of the layers that run only for the tail."""
 
     x_LD: Tensor  # the residual stream
     embedded_LD: Tensor
-    first_LX: Tensor  # queries [L, N, H] of the first layer if it owns KV, which is written, otherwise its normed input [L, D]
+    first_LX: Tensor  # for the first layer: its queries [L, N, H] if it owns KV, otherwise its normed input [L, D]
 
 
-TailLayers = Callable[
-    [TailInputs, ForwardBatch], Tensor
-]  # takes the tail as a batch, returns the normed stream after all layers
+# Takes the tail as a batch, and returns the stream after the final norm.
+TailLayers = Callable[[TailInputs, ForwardBatch], Tensor]
 
 
 class Pieces:
@@ -54,7 +53,7 @@ class Pieces:
         return TokenInputs(token_ids_T, batch.positions_T, tuple([group.kv_address_T for group in batch.groups]))
 
     def run(self, piece: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return the result of a piece. Only its tensors can be relied on."""
+        """Return the result of a piece. A replay returns only the tensors in it, and None for everything else."""
         return piece(*args, **kwargs)
 
     def pad(self, tensor_T: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ class Pieces:
         return tensor_U
 
     def keep(self, tensor_U: Tensor) -> Tensor:
-        """Return the same for a result that is read after the last piece, whose memory other graphs may use again."""
+        """Do the same for a result that is needed after the pass. Graphs share memory, so a replay returns a copy."""
         return tensor_U
 
     def run_tail(self, layers: TailLayers, inputs: TailInputs, tail: ForwardBatch) -> Tensor:

@@ -101,9 +101,9 @@ class Runner:
     # Preparation
 
     def use_fixed_shapes(self, max_prompt: int = 0) -> FixedShapes:
-        """From now on, run decode and verify steps in fixed shapes, so that they can be captured as CUDA graphs.
+        """Run decode and verify steps in fixed shapes from now on, so that they can be captured as CUDA graphs.
 
-        Steps with prompts get fixed sizes, if they have up to `max_prompt` tokens.
+        Pad steps with prompts to fixed sizes if they have at most `max_prompt` tokens.
         """
         shared = self.tokens_SL, self.accepted_S
         self.fixed = FixedShapes.create(self.target, *shared, self.drafter, self.deferred, max_prompt)

@@ -1,7 +1,7 @@
-"""How many of torch's threads a step on a CPU uses: all of them, or one.
+"""Choose how many threads torch uses for a step on a CPU: all of them or one.
 
-Torch's threads wait for each other after every operation. On idle cores that is fast. While other programs use the cores, one
-of the threads has almost always lost its core, and the others wait for it. Then a single thread is several times as fast
+Torch's threads wait for each other after every operation. That is fast on idle cores. While other programs are using the cores,
+one of the threads is almost always without a core, and the others wait for it. A single thread is then several times as fast
 (docs/log/cpu.md).
 """
 
@@ -23,7 +23,7 @@ _STAT = Path("/proc/stat")
 
 
 def idle_seconds() -> float:
-    """Return how long the machine's cores were idle, in all, or infinity if the system does not say so."""
+    """Return the total idle time of the machine's cores, or infinity if the system does not report it."""
     try:
         fields = _STAT.read_text().split(maxsplit=6)
         return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
@@ -50,11 +50,11 @@ class StepThreads:
         self._clock, self._cpu_clock, self._idle_clock = clock, cpu_clock, idle_clock
         self._retry_s = FIRST_RETRY_S
         self._changed_at = self._looked_at = clock()
-        self._idle_s = 0.0  # when last looked at
+        self._idle_s = 0.0  # idle time at `_looked_at`
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Run a step with as many threads as are useful. Torch has its own number again afterwards."""
+        """Set torch's number of threads for a step, and restore it afterwards."""
         if self._most == 1:
             yield
             return
@@ -91,7 +91,7 @@ class StepThreads:
         if now - self._looked_at < self._retry_s:
             return
         idle_s = self._idle_clock()
-        # Where the system does not say what is idle, trying is the only way to find out.
+        # If the system does not report idle time, the only way to find out is to try.
         if idle_s == float("inf") or idle_s - self._idle_s >= MIN_IDLE * (self._most - 1) * (now - self._looked_at):
             self.num_threads, self._changed_at = self._most, now
         self._looked_at, self._idle_s = now, idle_s

@@ -54,8 +54,8 @@ class StepBudget:
 class ShortFirst:
     """Lets short prompts start in a step of their own before a long step, so that their first tokens come sooner.
 
-    This pays where a step takes longer the more tokens it has, as on a CPU. Running answers wait meanwhile, so at most every
-    second step is such a step, and it has at most half the tokens of the step that it delays.
+    This pays off on a CPU, where a step takes longer the more tokens it has. Running answers wait in the meantime, so at most
+    every other step is such a step, and it has at most half as many tokens as the step that it delays.
     """
 
     def __init__(self, *, is_on: bool) -> None:
@@ -63,14 +63,14 @@ class ShortFirst:
         self._last_step = -2
 
     def num_tokens(self, grants: Iterable[Grant], step: int) -> int:
-        """Return how many tokens of new prompts may go before `grants`, in step number `step`. Return 0 if they share it."""
+        """Return how many tokens of new prompts may run before `grants`, as step number `step`, or 0 if they join that step."""
         if not self._is_on or step < self._last_step + 2:
             return 0
         num_tokens = sum(grant.num_new for grant in grants)
         return num_tokens // 2 if num_tokens >= LONG_STEP else 0
 
-    def went(self, step: int) -> None:
-        """Note that step number `step` is such a step."""
+    def used(self, step: int) -> None:
+        """Remember that step number `step` had only new prompts."""
         self._last_step = step
 
 

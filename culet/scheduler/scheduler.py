@@ -255,7 +255,7 @@ class Scheduler:
         may_go_first = waiting is not None and not self._waiting.is_shared  # tenants have their own rules for new prompts
         num_first = self._short_first.num_tokens(grants, self.counters.steps) if may_go_first else 0
         if num_first and (planned := self._start_new(entries, num_first, prompts, first=True)):
-            self._short_first.went(self.counters.steps)
+            self._short_first.used(self.counters.steps)
             return planned
         num_preempted = self.counters.preemptions
         for grant in grants:

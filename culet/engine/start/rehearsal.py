@@ -208,6 +208,8 @@ class Rehearsal:
         """Estimate the memory of all the runner's graphs by capturing a few of them and freeing them again."""
         captures, prompts = Captures(self.model.device), fixed.prompts
         total = self._measure_graphs(prompts.sizes, lambda size: prompts.capture(captures, [size])) if prompts.sizes else 0
+        if (tails := prompts.tails) is not None:
+            total += self._measure_graphs(tails.sizes, lambda size: tails.capture(captures, [size]))
         total += self._measure_graphs(fixed.steps.buckets, lambda bucket: fixed.steps.capture(captures, [bucket]))
         if fixed.draws is not None:
             largest = max(fixed.draws.buckets, key=lambda bucket: bucket.num_tokens)

@@ -1,11 +1,11 @@
-"""Steps with prompts of up to 2,048 tokens, whose launches between two calls of attention are replayed as CUDA graphs.
+"""Run steps with short prompts, up to 2,048 tokens, mostly as CUDA graphs.
 
-A short prompt has hundreds of kernels, which run in less time than the host needs to launch them. `models/pieces.py` says what
-a piece is. Each size has graphs of all its pieces, and a step takes the smallest size that holds its tokens. Attention runs
-between the graphs and is launched as in any other step, so a step may mix prompts with other rows. Padding tokens store no KV,
-and no row reads them.
+A short prompt has hundreds of kernels, and the host needs longer to launch them than the device to run them. So a step is
+padded to the smallest size that holds its tokens, and the pieces of the forward pass (`models/pieces.py`) are replayed as
+graphs of that size. Attention is launched between them as in any other step, so a step may mix prompts with other rows. Padding
+tokens store no KV, and no row reads them.
 
-A long prompt keeps the device busy for longer than the host needs, so it runs without padding and graphs.
+A long prompt keeps the device busy while the host launches, so it needs neither padding nor graphs.
 
 Shapes: T tokens of a step · U tokens of a size, including padding.
 """
@@ -41,8 +41,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 SIZES = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-LAYER_SECONDS = 6e-4  # the host's time for the launches of a layer
-LEAST_TAIL_LAYERS = 4  # in fewer layers there is too little to launch
+LAYER_SECONDS = 6e-4  # time that the host needs to launch a layer, measured beside an H200
+MIN_TAIL_LAYERS = 4  # a tail with fewer layers is launched quickly enough
 
 
 def prompt_sizes(spec: ModelSpec, limit: int, arch: Arch) -> tuple[int, ...]:
@@ -74,8 +74,9 @@ class FixedPrompts:
         self.sizes = prompt_sizes(target.model.spec, limit, arch) if _suits(target.model) else ()
         buffers = _Buffers.allocate(max(self.sizes, default=0), len(target.pool.layout.groups), target.device)
         num_tail_layers = len(target.model.spec.layers) - target.model.num_whole_layers(target.taps)
-        has_tails = self.sizes and num_tail_layers >= LEAST_TAIL_LAYERS
-        self.tails = FixedTails(target, tables, bucket_sizes(tokens_SL.shape[0] - 1) if has_tails else ())
+        self.tails: FixedTails | None = None
+        if self.sizes and num_tail_layers >= MIN_TAIL_LAYERS:
+            self.tails = FixedTails(target, tables, bucket_sizes(tokens_SL.shape[0] - 1))
         self._pieces = {size: PaddedPieces(size, buffers, self.tails) for size in self.sizes}
 
     def pieces_for(self, batch: ForwardBatch) -> Pieces:
@@ -90,18 +91,6 @@ class FixedPrompts:
         self._run_without_rows(self._pieces[size])
 
     @torch.inference_mode()
-    def rehearse_tails(self) -> None:
-        """Do the same for tails of all sizes."""
-        for size in self.tails.sizes:
-            self.tails.rehearse(size)
-
-    @torch.inference_mode()
-    def capture_tails(self, captures: Captures) -> None:
-        """Capture tails of all sizes, the largest first."""
-        for size in sorted(self.tails.sizes, reverse=True):
-            self.tails.capture(captures, size)
-
-    @torch.inference_mode()
     def capture(self, captures: Captures, sizes: Sequence[int] | None = None) -> None:
         """Capture the pieces of `sizes` (default: all), the largest first."""
         for size in sorted(sizes or self.sizes, reverse=True):
@@ -112,7 +101,7 @@ class FixedPrompts:
 
     @property
     def num_captured(self) -> int:
-        return self.tails.num_captured + sum(pieces.num_captured for pieces in self._pieces.values())
+        return sum(pieces.num_captured for pieces in self._pieces.values())
 
     def _run_without_rows(self, pieces: PaddedPieces) -> None:
         target = self.target
@@ -125,7 +114,7 @@ class FixedPrompts:
 
 @dataclass(frozen=True)
 class _Buffers:
-    """What pieces of all sizes read. Only the first tokens of a buffer belong to a step, the others are padding."""
+    """The inputs of pieces, shared by all sizes. A step fills the first tokens. The others are padding."""
 
     token_ids_U: Tensor
     positions_U: Tensor
@@ -141,7 +130,7 @@ class _Buffers:
 class PaddedPieces(Pieces):
     """Runs the pieces of one size at fixed addresses. Once they are captured, it replays them."""
 
-    def __init__(self, size: int, buffers: _Buffers, tails: FixedTails) -> None:
+    def __init__(self, size: int, buffers: _Buffers, tails: FixedTails | None) -> None:
         self.size, self._buffers, self._tails = size, buffers, tails
         self._captures: Captures | None = None  # set while the pieces are captured
         self._graphs: list[tuple[torch.cuda.CUDAGraph, Any]] = []  # with their results, in the order of the pieces
@@ -153,7 +142,7 @@ class PaddedPieces(Pieces):
 
     @contextmanager
     def capturing(self, captures: Captures) -> Iterator[None]:
-        """Capture every piece that runs. A piece's result belongs to the graphs' memory, which later pieces may use again."""
+        """Capture every piece that runs inside this block. Its result lies in memory that later captures may use again."""
         self._captures, self._graphs = captures, []
         try:
             yield
@@ -203,5 +192,5 @@ class PaddedPieces(Pieces):
         return self.cut(tensor_U).clone()
 
     def run_tail(self, layers: TailLayers, inputs: TailInputs, tail: ForwardBatch) -> Tensor:
-        size = self._tails.find(tail)
-        return layers(inputs, tail) if size is None else self._tails.run(size, inputs, tail)
+        size = None if self._tails is None else self._tails.find(tail)
+        return layers(inputs, tail) if self._tails is None or size is None else self._tails.run(size, inputs, tail)

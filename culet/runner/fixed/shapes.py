@@ -93,15 +93,16 @@ class FixedShapes:
         """Run prompts of all sizes."""
         for size in self.prompts.sizes:
             self.prompts.rehearse(size)
-        self.prompts.rehearse_tails()
+        if (tails := self.prompts.tails) is not None:
+            for size in tails.sizes:
+                tails.rehearse(size)
 
     def capture(self, captures: Captures) -> int:
         """Capture everything and return the number of graphs."""
         self.prompts.capture(captures)
-        self.prompts.capture_tails(captures)
         self.steps.capture(captures)
         self.capture_draws(captures)
-        parts = [part for part in (self.rounds, self.deferred) if part is not None]
+        parts = [part for part in (self.prompts.tails, self.rounds, self.deferred) if part is not None]
         for part in parts:
             part.capture(captures)
         return self.num_captured
@@ -118,5 +119,5 @@ class FixedShapes:
 
     @property
     def num_captured(self) -> int:
-        parts = (self.prompts, self.steps, self.draws, self.rounds, self.deferred)
+        parts = (self.prompts, self.prompts.tails, self.steps, self.draws, self.rounds, self.deferred)
         return sum(part.num_captured for part in parts if part is not None)

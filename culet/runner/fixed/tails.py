@@ -1,4 +1,4 @@
-"""The layers that run only for the tail of a step with prompts, in fixed sizes, which a GPU replays as CUDA graphs.
+"""Run the layers that need only the tail of a step with prompts, as CUDA graphs of fixed sizes.
 
 E2B and E4B have many such layers. A tail has one token for each row, as a decode step has: the last token of a prompt, or the
 token of a sequence that decodes beside it. So its attention depends only on the number of rows.
@@ -34,12 +34,10 @@ class FixedTails:
     """Tails of all sizes. They share their buffers. A tail has the same result with and without a graph."""
 
     def __init__(self, target: Target, tables: DeviceTables, sizes: Sequence[int]) -> None:
-        """Allocate the buffers. `tables` are those of decode steps, which have as many rows."""
+        """Allocate the buffers. `tables` are the page tables of decode steps. They have at least as many rows as a tail."""
         model, spec = target.model, target.model.spec
         self.target, self.sizes, self._tables = target, tuple(sizes), tables
         self._graphs: dict[int, _Captured] = {}
-        if not self.sizes:
-            return
         largest = max(self.sizes)
         self._first_layer = model.num_whole_layers(target.taps)
         x_LD = torch.zeros(largest, spec.hidden_size, dtype=model.dtype, device=model.device)
@@ -96,14 +94,18 @@ class FixedTails:
         captured.graph.replay()
         return captured.normed_LD[:count]
 
+    @torch.inference_mode()
     def rehearse(self, size: int) -> None:
-        """Run padding, so that the kernels of a size are compiled."""
+        """Run a tail that is all padding, to compile the kernels of this size."""
         self._tables.clear()
         self._launch(size)
 
-    def capture(self, captures: Captures, size: int) -> None:
+    @torch.inference_mode()
+    def capture(self, captures: Captures, sizes: Sequence[int] | None = None) -> None:
+        """Capture tails of `sizes` (default: all), the largest first."""
         self._tables.clear()
-        self._graphs[size] = _Captured(*captures.capture(partial(self._launch, size)))
+        for size in sorted(sizes or self.sizes, reverse=True):
+            self._graphs[size] = _Captured(*captures.capture(partial(self._launch, size)))
 
     @property
     def num_captured(self) -> int:
