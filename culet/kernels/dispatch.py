@@ -36,10 +36,10 @@ TRITON_MODULES = (
     "drafting.copy_suffix",
     "linear.norm_linear",
     "attention.token_shares",
+    "attention.hopper_patches",
 )
-# These are eager on purpose. cuBLAS is best at the first, only the eager twin of `prepare_qkv` needs the second, and the third
-# calls torch's own fused attention.
-EAGER_ON_GPU = frozenset({"head", "store", "patch_attention"})
+# These are eager on purpose. cuBLAS is best at the first, and only the eager twin of `prepare_qkv` needs the second.
+EAGER_ON_GPU = frozenset({"head", "store"})
 
 # Weight formats. The tables above cover the ops that read a plain weight.
 PLAIN, E4M3, QUANTISED = "plain", "e4m3", "quantised"

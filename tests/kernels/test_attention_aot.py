@@ -21,6 +21,7 @@ from culet.hardware import SHARED_BYTES
 from culet.kernels.cross_compile import compile_for
 from culet.kernels.triton.attention.decode import decode_launches
 from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_supports, hopper_decode_tile
+from culet.kernels.triton.attention.hopper_patches import describe_patch_attention
 from culet.kernels.triton.attention.hopper_prefill import hopper_prefill_launch, hopper_prefill_supports
 from culet.kernels.triton.attention.prefill import prefill_launch
 from culet.kernels.triton.attention.splits import Scratch, scratch_rows
@@ -280,3 +281,9 @@ def test_hopper_prefill_fits(name: str, with_fresh: bool) -> None:
     fresh = fresh_on_meta(shape, q_TNH.shape[0]) if with_fresh else None
     tiles = torch.empty(16, 5, dtype=torch.int32, device="meta")
     assert_fits(hopper_prefill_launch(q_TNH, kv, tiles, fresh=fresh, out_TNH=q_TNH), 90)
+
+
+def test_attention_of_patches_fits_hopper():
+    padded = torch.empty(5040, 16, 80, dtype=torch.bfloat16, device="meta")[..., :72]
+    out = torch.empty(5040, 16, 72, dtype=torch.bfloat16, device="meta")
+    assert_fits(describe_patch_attention(padded, padded, padded, out, 0, 2520, 2), 90)

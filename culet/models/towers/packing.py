@@ -48,7 +48,7 @@ def pack_images(items: Sequence[MediaItem], patch: int, pooling: int, num_positi
     """Pack images whose sides are multiples of `patch * pooling` pixels."""
     grids = [_grid(item, patch * pooling, pooling, num_positions) for item in items]
     lengths = [rows * columns * pooling**2 for rows, columns in grids]
-    pixels = _to_device(b"".join(item.data for item in items), device)
+    pixels = _to_device([item.data for item in items], device)
     size = CHANNELS * patch**2
     patches_TV = torch.empty(sum(lengths), size, dtype=torch.uint8, device=device)
     first_patch = first_byte = 0
@@ -59,7 +59,7 @@ def pack_images(items: Sequence[MediaItem], patch: int, pooling: int, num_positi
         first_patch, first_byte = first_patch + length, first_byte + len(item.data)
     places = np.concatenate([_places(rows, columns, pooling) for rows, columns in grids], axis=1)
     is_frame = np.repeat([item.kind is MediaKind.VIDEO for item in items], lengths)
-    facts_3T = _to_device(np.concatenate((places, _LEVELS * is_frame[None].astype(np.int64))).tobytes(), device)
+    facts_3T = _to_device([np.concatenate((places, _LEVELS * is_frame[None].astype(np.int64))).tobytes()], device)
     x_T, y_T, offset_T = facts_3T.view(torch.int64).view(3, -1)
     return PackedImages(patches_TV.int().add_(offset_T[:, None].int()), x_T, y_T, lengths)
 
@@ -69,7 +69,7 @@ def pack_rows(items: Sequence[MediaItem], num_columns: int, device: torch.device
     for item in items:
         if len(item.shape) != 2 or item.shape[1] != num_columns or len(item.data) != 4 * prod(item.shape):
             raise _misfit(item, f"[rows, {num_columns}] of float32")
-    rows = _to_device(b"".join(item.data for item in items), device).view(torch.float32)
+    rows = _to_device([item.data for item in items], device).view(torch.float32)
     return rows.view(-1, num_columns), [item.shape[0] for item in items]
 
 
@@ -100,8 +100,11 @@ def _places(rows: int, columns: int, pooling: int) -> np.ndarray:
     return blocks.transpose(0, 1, 3, 2, 4).reshape(2, -1).astype(np.int64)
 
 
-def _to_device(data: bytes, device: torch.device) -> Tensor:
-    """Copy bytes to the device without waiting for it."""
-    host = torch.empty(len(data), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host.numpy()[:] = np.frombuffer(data, dtype=np.uint8)
+def _to_device(parts: Sequence[bytes], device: torch.device) -> Tensor:
+    """Copy bytes to the device, one part after the other, without waiting for it."""
+    host = torch.empty(sum(map(len, parts)), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target, begin = host.numpy(), 0
+    for part in parts:
+        target[begin : begin + len(part)] = np.frombuffer(part, dtype=np.uint8)
+        begin += len(part)
     return host.to(device, non_blocking=True)

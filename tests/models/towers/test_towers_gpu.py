@@ -42,6 +42,22 @@ def test_patch_qkv(heads, size, is_bounded):
         assert torch.allclose(got.float(), wanted.float(), atol=2e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("lengths", [[2520], [630, 630, 9], [129, 64, 128, 257]], ids=str)
+def test_patch_attention(lengths):
+    from culet.kernels.triton.attention import hopper_patches
+
+    pitch = hopper_patches.head_pitch(torch.empty(0, device=GPU, dtype=torch.bfloat16), 72)
+    qkv = torch.zeros(3, sum(lengths), 16, pitch, device=GPU, dtype=torch.bfloat16)
+    qkv[..., :72] = torch.randn(3, sum(lengths), 16, 72, device=GPU)
+    qkv[:2] *= 0.5
+    q, k, v = qkv[..., :72].unbind(0)
+    got = hopper_patches.patch_attention(q, k, v, lengths)
+    want = eager.patch_attention(q.float(), k.float(), v.float(), lengths)
+    error = (got.float() - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(error.max()) < 5e-3
+    assert got.is_contiguous()
+
+
 def test_clipped_gelu_mul():
     from culet.kernels.triton.norms import patches
 

@@ -42,15 +42,28 @@ def _signal(flag, turn):
 
 
 @triton.jit
-def _read(flag):
-    """Return a flag. What was written before the flag can be read afterwards."""
+def _wait(flag, turn):
+    """Wait until a flag is `turn`. One thread polls it. What was written before the flag can be read after the next barrier."""
     if _IS_INTERPRETED:
-        value = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != turn:
+            pass
     else:
-        value = tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [flag], dtype=tl.int32, is_pure=False, pack=1
-        )
-    return value
+        tl.inline_asm_elementwise(
+            """{
+                .reg .pred is_waiting;
+                .reg .u32 seen;
+                mov.u32 seen, %tid.x;
+                setp.ne.u32 is_waiting, seen, 0;
+                @is_waiting bra done;
+            again:
+                ld.acquire.sys.global.u32 seen, [$1];
+                setp.ne.u32 is_waiting, seen, $2;
+                @is_waiting bra again;
+            done:
+                mov.u32 $0, 0;
+            }""",
+            "=r,l,r", [flag, turn], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -80,8 +93,7 @@ def meet(ADDRESSES, TURN, token, turn, place, rank, NUM_RANKS: tl.constexpr):
         _signal(_address(ADDRESSES, NUM_RANKS + peer, tl.int32) + place * NUM_RANKS + rank, turn)
     flags = _address(ADDRESSES, NUM_RANKS + rank, tl.int32) + place * NUM_RANKS
     for peer in tl.static_range(NUM_RANKS):
-        while _read(flags + peer) != turn:
-            pass
+        _wait(flags + peer, turn)
     tl.debug_barrier()  # all threads have seen it
     tl.store(TURN + token, turn)
 

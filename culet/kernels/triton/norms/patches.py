@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from culet.kernels.triton.attention.hopper_patches import head_pitch
 from culet.kernels.triton.dependent_launch import enter, options
 from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
@@ -34,10 +34,10 @@ def _clamp(x, bounds, index, inside):
 @triton.jit(do_not_specialize=["T"])
 def _patch_qkv_kernel(
     qkv, weight, cos, sin, bounds, out, qkv_stride, T,
-    N: tl.constexpr, H: tl.constexpr, eps: tl.constexpr, HAS_BOUNDS: tl.constexpr,
+    N: tl.constexpr, H: tl.constexpr, PITCH: tl.constexpr, eps: tl.constexpr, HAS_BOUNDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Prepare all heads of one patch: its queries, keys or values. `out` is [3, T, N, H]."""
+    """Prepare all heads of one patch: its queries, keys or values. `out` is [3, T, N, PITCH], with zeros from column H on."""
     enter(PDL)
     token, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads, half = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_H)[None, :]
@@ -59,9 +59,11 @@ def _patch_qkv_kernel(
         c = tl.load(cos + token * H + half, mask=is_column, other=0.0)
         s = tl.load(sin + token * H + HALF + half, mask=is_column, other=0.0)
         first, second = first * c - second * s, second * c + first * s
-    to = out + (kind.to(tl.int64) * T + token) * (N * H) + offsets
+    to = out + (kind.to(tl.int64) * T + token) * (N * PITCH) + heads * PITCH + half
     tl.store(to, first.to(out.dtype.element_ty), mask=inside)
     tl.store(to + HALF, second.to(out.dtype.element_ty), mask=inside)
+    if PITCH > H:
+        tl.store(to + H, tl.zeros_like(first).to(out.dtype.element_ty), mask=(heads < N) & (half < PITCH - H))
 
 
 @triton.jit
@@ -85,7 +87,8 @@ def describe_patch_qkv(
     num_patches, size = qkv_TX.shape[0], weight_2H.shape[1]
     arguments: dict[str, Any] = {"qkv": qkv_TX, "weight": weight_2H, "cos": rope.cos_T1R, "sin": rope.sin_T1R}
     arguments |= {"bounds": weight_2H if bounds_32 is None else bounds_32, "out": out, "qkv_stride": qkv_TX.stride(0)}
-    arguments |= {"T": num_patches, "N": num_heads, "H": size, "eps": eps, "HAS_BOUNDS": bounds_32 is not None}
+    arguments |= {"T": num_patches, "N": num_heads, "H": size, "PITCH": out.shape[3], "eps": eps}
+    arguments["HAS_BOUNDS"] = bounds_32 is not None
     arguments |= {"BLOCK_N": next_power_of_2(num_heads), "BLOCK_H": next_power_of_2(size // 2), "PDL": pdl}
     return Launch(_patch_qkv_kernel, (num_patches, 3), arguments, options(4, pdl))
 
@@ -104,12 +107,14 @@ def patch_qkv(
     """Return queries, keys and values [T, N, H] of patches. The columns are q | k | v.
 
     With n = projected head / rms, q = rope(n * weight[0]), k = rope(n * weight[1]) and v = n. Rope turns all columns. The
-    projected values are first clamped to `bounds_32`, with a row each for q, k and v.
+    projected values are first clamped to `bounds_32`, with a row each for q, k and v. In memory, heads have the padding that
+    `patch_attention` reads.
     """
-    out = torch.empty(3, qkv_TX.shape[0], num_heads, weight_2H.shape[1], dtype=qkv_TX.dtype, device=qkv_TX.device)
+    size = weight_2H.shape[1]
+    out = qkv_TX.new_empty(3, qkv_TX.shape[0], num_heads, head_pitch(qkv_TX, size))
     if qkv_TX.shape[0]:
         describe_patch_qkv(qkv_TX, weight_2H, rope, num_heads, eps, bounds_32, out, uses_pdl(out.device)).run()
-    q, k, v = out.unbind(0)
+    q, k, v = out[..., :size].unbind(0)
     return q, k, v
 
 
