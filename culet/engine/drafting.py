@@ -29,11 +29,11 @@ _GPU_TOKEN_S, _CPU_TOKEN_S = 4e-7, 1e-4  # per token and layer
 # Unless rounds are planned ahead, the host waits for the accepted counts before it launches the next step. Measured on an H200.
 _GPU_WAIT_S, _GPU_WAIT_PER_SEQ_S = 2.5e-4, 3e-5
 
-PROBE_PROMPT = "Count from 1 to 60, separated by commas and spaces. Write the numbers only."
+PROBE_PROMPT = "Count from 1 to 20."
 PROBE_TOKENS = 48  # generated with the maximum number of drafts
 TIMED_TOKENS = 20  # generated with one draft per round, and again with none
 UNTIMED_STEPS = 3  # the first steps are slower: they compute the prompt and touch new buffers
-MIN_ACCEPTED = 0.05  # if a smaller share of the probe's drafts is accepted, something must be wrong
+MIN_ACCEPTED = 0.1  # if the probe accepts fewer drafts per verify, something must be wrong
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,7 @@ class Probe:
 
     @property
     def is_suspicious(self) -> bool:
-        drafted, accepted = self.counters.drafted_tokens, self.counters.accepted_tokens
-        return drafted > 0 and accepted < MIN_ACCEPTED * drafted
+        return self.counters.accepted_tokens < MIN_ACCEPTED * self.counters.verifies
 
     def log(self, choice: DraftChoice) -> None:
         """Log how many drafts were accepted. If almost none were, warn and list the likely causes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from culet.cache.spec import CacheLayout
 from culet.errors import ConfigError
 from culet.log import chose
 from culet.media.items import MediaItem, MediaKind
+from culet.models.towers.spec import UnifiedVisionSpec, VisionSpec
 from culet.scheduler.admission import least_pages
 from culet.scheduler.group_pages import max_held_pages
 
@@ -141,11 +142,13 @@ def slabs_for_gpu(layout: CacheLayout, device: torch.device, *, utilization: flo
     return left // layout.slab_bytes
 
 
-def heaviest_images(kinds: Collection[MediaKind]) -> list[MediaItem]:
-    """Return images that fill one pass of a tower, or nothing if images are off, because clips of audio need less."""
-    side, num_tokens = 1584, 1089  # a square with the largest budget
-    image = MediaItem(MediaKind.IMAGE, b"", num_tokens, (side, side, 3), bytes(side * side * 3))
-    return [image] * 2 if MediaKind.IMAGE in kinds else []
+def heaviest_images(spec: VisionSpec | UnifiedVisionSpec | None) -> list[MediaItem]:
+    """Return images that fill one pass of a tower, or nothing without one, because clips of audio need less."""
+    if spec is None:
+        return []
+    rows = min(33, spec.max_tokens_on_a_side)  # a square with the largest budget
+    side = rows * spec.token_pixels
+    return [MediaItem(MediaKind.IMAGE, b"", rows**2, (side, side, 3), bytes(side * side * 3))] * 2
 
 
 def measure_peak(device: torch.device, run: Callable[[], object]) -> int:

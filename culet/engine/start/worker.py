@@ -282,7 +282,7 @@ def _rehearse_towers(setup: Setup, towers: Towers | None) -> int:
     """Encode the heaviest images, which also compiles the towers' kernels. Return the GPU bytes that media need."""
     if towers is None:
         return 0
-    activations = memory.measure_peak(setup.device, partial(towers.encode, memory.heaviest_images(towers.kinds)))
+    activations = memory.measure_peak(setup.device, partial(towers.encode, memory.heaviest_images(towers.specs.vision)))
     return setup.config.media.media_cache_memory_bytes + activations
 
 

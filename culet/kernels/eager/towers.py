@@ -6,7 +6,6 @@ Shapes: T patches of all images · N heads · H head size · F MLP width · X al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -42,12 +41,7 @@ def clipped_gelu_mul(gate_up_TX: Tensor, bounds_32: Tensor) -> Tensor:
 def patch_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the attention of each image's patches over all patches of that image, [T, N, H]. Scores are not scaled.
 
-    `lengths` are the numbers of patches of the images. Neighbours of one size are one batch.
+    `lengths` are the numbers of patches of the images.
     """
-    parts, begin = [], 0
-    for length, images in groupby(lengths):
-        end = begin + length * len(list(images))
-        q, k, v = (x[begin:end].unflatten(0, (-1, length)).transpose(1, 2) for x in (q_TNH, k_TNH, v_TNH))
-        parts.append(F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(0, 1))
-        begin = end
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    images = zip(*(x.transpose(0, 1).split(list(lengths), dim=1) for x in (q_TNH, k_TNH, v_TNH)), strict=True)
+    return torch.cat([F.scaled_dot_product_attention(q, k, v, scale=1.0) for q, k, v in images], dim=1).transpose(0, 1)

@@ -44,6 +44,11 @@ class VisionSpec:
         return self.patch_size * self.pooling
 
     @property
+    def max_tokens_on_a_side(self) -> int:
+        """Soft tokens on a side of an image for which there are positions."""
+        return self.num_positions // self.pooling
+
+    @property
     def num_weights(self) -> int:
         hidden, heads = self.hidden_size, self.num_heads * self.head_dim
         num_linears = 7
@@ -75,6 +80,11 @@ class UnifiedVisionSpec:
     num_positions: int
     rms_eps: float
     out_size: int
+
+    @property
+    def max_tokens_on_a_side(self) -> int:
+        """Soft tokens on a side of an image for which there are positions."""
+        return self.num_positions
 
     @property
     def num_weights(self) -> int:

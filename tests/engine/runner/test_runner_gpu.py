@@ -281,7 +281,7 @@ def test_graphs_and_look_ahead_change_nothing(shape: str) -> None:
         each.graph = None
     for buffers in fixed.draws._buffers.values():
         buffers.graph = None
-    assert fixed.num_captured == 0
+    assert fixed.steps.num_captured == fixed.draws.num_captured == 0
     assert answers_of_four(llm) == captured
     assert step.hidden is not hidden  # this step ran, launch by launch
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from culet.engine.memory import heaviest_images
 from culet.errors import BadRequest, CheckpointError, InternalError
 from culet.kernels.dispatch import eager_kernels
 from culet.kernels.eager.towers import patch_attention
@@ -59,6 +60,19 @@ def test_one_clip(num_frames):
 @pytest.mark.parametrize("num_tokens", [1, 25])
 def test_one_waveform(num_tokens):
     assert difference("12B", [tiny.waveform(num_tokens)]) < TOLERANCE
+
+
+@pytest.mark.parametrize("shape", tiny.SHAPES)
+def test_the_heaviest_images_fit_the_positions(shape):
+    """The start measures memory with them. A tower with few positions must not fail there."""
+    spec = towers(shape).specs.vision
+    few = dataclasses.replace(spec, num_positions=4)
+    tokens = 4 if shape == "12B" else 1  # on a side. Other towers have three patches on a side of a soft token.
+    assert [image.num_tokens for image in heaviest_images(few)] == [tokens**2] * 2
+    assert [image.num_tokens for image in heaviest_images(dataclasses.replace(spec, num_positions=1120))] == [1089] * 2
+    rows = towers(shape).encode(heaviest_images(few))
+    assert [len(each) for each in rows] == [tokens**2] * 2
+    assert heaviest_images(None) == []
 
 
 def test_silence_gives_rows_of_zeros():

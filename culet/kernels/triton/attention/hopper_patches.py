@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from culet.kernels.eager import towers as eager
 from culet.kernels.triton.attention.key_tiles import LOG2E, UNSEEN
 from culet.kernels.triton.device import is_hopper
 from culet.kernels.triton.launch import Launch, cdiv
@@ -318,13 +319,24 @@ def describe_patch_attention(
     return Launch(_patch_attention_kernel, (num_tiles * num_heads * num_images,), arguments, {"num_warps": 4})
 
 
+def _torch_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the same by torch's kernels, which are as fast for heads that fill their tiles, and run on every GPU."""
+    parts, begin = [], 0
+    for length, images in groupby(lengths):
+        end = begin + length * len(list(images))
+        q, k, v = (x[begin:end].unflatten(0, (-1, length)).transpose(1, 2) for x in (q_TNH, k_TNH, v_TNH))
+        parts.append(F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(0, 1))
+        begin = end
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def patch_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the attention of each image's patches over all patches of that image, [T, N, H]. Scores are not scaled.
 
     `lengths` are the numbers of patches of the images. Neighbours of one size are one launch.
     """
-    if q_TNH.stride(1) == q_TNH.shape[2]:  # not padded, because torch's attention is as fast for this head size or GPU
-        return eager.patch_attention(q_TNH, k_TNH, v_TNH, lengths)
+    if q_TNH.stride(1) == q_TNH.shape[2]:  # `head_pitch` has added no padding
+        return _torch_attention(q_TNH, k_TNH, v_TNH, lengths)
     out_TNH, begin = q_TNH.new_empty(q_TNH.shape), 0
     for length, images in groupby(lengths):
         num_images = len(list(images))
