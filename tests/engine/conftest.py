@@ -1,5 +1,17 @@
 """Each test process uses one thread. Tiny models gain nothing from more, and processes that each use all cores stall."""
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiles_while_serving(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """On a GPU, the start of an engine compiles every kernel that the test needs."""
+    yield
+    if request.node.get_closest_marker("gpu") is not None:
+        late = [record.getMessage() for record in caplog.get_records("call") if "compiled while serving" in record.getMessage()]
+        assert not late

@@ -322,6 +322,36 @@ def test_nothing_waits_for_the_device(shape: str, monkeypatch: pytest.MonkeyPatc
     assert any(all(rows) for rows in are_decode)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "cut": {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "cut to one": {"top_k": 1},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "biased": {"logit_bias": {5: 3.0, 7: -3.0}},
+    "logprobs": {"logprobs": 5},
+    "no logprobs beside it": {"logprobs": 0},
+    "prompt logprobs": {"prompt_logprobs": 3, "logprobs": 20},
+    "samples": {"n": 3},
+    "least": {"min_tokens": 6},
+    "grammar": {"structured_outputs": {"regex": "[a-e]{3,9}"}},
+}
+
+
+@pytest.mark.parametrize("shape", ["E2B", "26B-A4B", "31B"])
+def test_no_option_compiles_a_kernel_while_serving(shape: str) -> None:
+    """Every option alone and all at once, after prompts of many lengths, with a budget that fits no tile."""
+    settings = {"max_model_len": 8192, "max_num_batched_tokens": 1777, "max_num_seqs": 16, "kv_cache_memory_bytes": 512 << 20}
+    with LLM(str(checkpoint(shape)), device="cuda", dtype="bfloat16", **settings) as llm:
+        params = [SamplingParams(seed=1, max_tokens=12, **given) for given in OPTIONS.values()]
+        for number, each in enumerate(params):
+            llm.generate([prompt(1 + 13 * number, number)], each)
+        for length in (1, 60, 200, 700):
+            llm.generate([prompt(length + number, number) for number in range(len(params))], params)
+        for length in (100, 1000, 1777, 1778, 4000, 8000):
+            llm.generate([prompt(length, length)], SamplingParams(max_tokens=2))
+        assert llm.engine.stats().kernels_compiled == 0
+
+
 # Memory and faults
 
 
