@@ -16,6 +16,7 @@ const fileField = document.getElementById("import-file");
 let openId = null;
 let renamed = null; // id of the conversation whose title is being edited
 let timer = 0;
+let isPressed = false; // A row must stay while it is pressed, or the click is lost.
 let acts = { open: () => {} };
 
 export const addressOf = (id) => `#/chat/${id}`;
@@ -121,11 +122,11 @@ async function draw() {
   else drawGroups(listConversations());
 }
 
-// Draws soon, but not while a title is being edited. Answers change their conversation often.
+// Draws soon, but not while a title is being edited or a row is pressed. Answers change their conversation often.
 function drawSoon() {
   clearTimeout(timer);
   timer = setTimeout(async () => {
-    if (renamed) return;
+    if (renamed || isPressed) return;
     const focused = document.activeElement?.closest?.("#conversations [data-id]")?.dataset.id;
     await draw();
     if (focused) focusRow(focused);
@@ -166,6 +167,13 @@ export function watchSidebar(given) {
     draw();
   });
   fileField.addEventListener("change", importChosen);
+  area.addEventListener("pointerdown", () => (isPressed = true));
+  for (const kind of ["pointerup", "pointercancel"]) {
+    addEventListener(kind, () => {
+      if (isPressed) drawSoon();
+      isPressed = false;
+    });
+  }
   const more = document.getElementById("list-actions");
   more.append(icon("more"));
   more.addEventListener("click", () =>

@@ -117,6 +117,25 @@ def test_a_page_that_comes_back_overwrites_nothing_newer(fake: Running, open_pag
 # The list
 
 
+def test_a_row_stays_while_it_is_pressed(fake: Running, open_page: OpenPage) -> None:
+    """The list is drawn again whenever an answer ends. A click that takes longer must not get lost."""
+    page = open_page(fake)
+    ask(page, "Pressed")
+    page.keyboard.press("Alt+n")
+    page.get_by_role("link", name="Pressed").hover()
+    page.mouse.down()
+    page.evaluate(
+        """async () => {
+          const { change, listConversations } = await import("/page/store/conversations.js");
+          change(listConversations()[0].id, { title: "Pressed and renamed" });
+          await new Promise((resolve) => setTimeout(resolve, 500));
+        }"""
+    )
+    page.mouse.up()
+    expect(page.locator("#messages .user .body")).to_have_text(["Pressed"])
+    expect(titles(page)).to_have_text(["Pressed and renamed"])
+
+
 def test_conversations_are_listed_found_renamed_and_restored(fake: Running, open_page: OpenPage) -> None:
     page = open_page(fake)
     ask(page, "About cats")
