@@ -121,9 +121,9 @@ def run_engine(
 
 
 def small_cache(settings: Mapping[str, Any]) -> int:
-    """Return the bytes of a cache that holds four sequences of one page per group, but no more pages when they grow."""
+    """Return the bytes of a cache that holds four sequences of one page per group, but hardly more when they grow."""
     layout = resolve(build_config({"device": "cpu", **settings})).layout
-    return (4 * len(layout.groups) + 1) * layout.slab_bytes
+    return (4 * len(layout.groups) + 2) * layout.slab_bytes
 
 
 def differing_facts(group: RankGroup, facts: Sequence[Mapping[str, object]]) -> str:
