@@ -120,10 +120,10 @@ def run_engine(
     return [tuple(tokens) for tokens in written.values()], engine.stats().counters
 
 
-def small_cache(settings: Mapping[str, Any]) -> int:
-    """Return the bytes of a cache that holds four sequences of one page per group, but hardly more when they grow."""
+def small_cache(settings: Mapping[str, Any], num_more: int) -> int:
+    """Return the bytes of a cache for four sequences of one page per group, and a few more pages when they grow."""
     layout = resolve(build_config({"device": "cpu", **settings})).layout
-    return (4 * len(layout.groups) + 2) * layout.slab_bytes
+    return (4 * len(layout.groups) + num_more) * layout.slab_bytes
 
 
 def differing_facts(group: RankGroup, facts: Sequence[Mapping[str, object]]) -> str:
