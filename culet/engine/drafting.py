@@ -33,7 +33,7 @@ PROBE_PROMPT = "Count from 1 to 20."
 PROBE_TOKENS = 48  # generated with the maximum number of drafts
 TIMED_TOKENS = 20  # generated with one draft per round, and again with none
 UNTIMED_STEPS = 3  # the first steps are slower: they compute the prompt and touch new buffers
-MIN_ACCEPTED = 0.1  # if the probe accepts fewer drafts per verify, something must be wrong
+MIN_ACCEPTED = 0.1  # if the probe accepts fewer drafts than this per verify, something must be wrong
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from culet.cache.spec import CacheLayout
 from culet.errors import ConfigError
 from culet.log import chose
 from culet.media.items import MediaItem, MediaKind
+from culet.media.spec import BUDGETS
 from culet.models.towers.spec import UnifiedVisionSpec, VisionSpec
 from culet.scheduler.admission import least_pages
 from culet.scheduler.group_pages import max_held_pages
@@ -143,10 +145,10 @@ def slabs_for_gpu(layout: CacheLayout, device: torch.device, *, utilization: flo
 
 
 def heaviest_images(spec: VisionSpec | UnifiedVisionSpec | None) -> list[MediaItem]:
-    """Return images that fill one pass of a tower, or nothing without one, because clips of audio need less."""
+    """Return images that fill one pass of the vision tower, or none if there is no tower. Audio needs less memory."""
     if spec is None:
         return []
-    rows = min(33, spec.max_tokens_on_a_side)  # a square with the largest budget
+    rows = min(isqrt(max(BUDGETS)), spec.max_tokens_on_a_side)  # of a square image
     side = rows * spec.token_pixels
     return [MediaItem(MediaKind.IMAGE, b"", rows**2, (side, side, 3), bytes(side * side * 3))] * 2
 

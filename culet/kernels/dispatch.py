@@ -38,7 +38,7 @@ TRITON_MODULES = (
     "attention.token_shares",
     "attention.hopper_patches",
 )
-# These are eager on purpose. cuBLAS is best at the first, and only the eager twin of `prepare_qkv` needs the second.
+# These are eager on purpose: cuBLAS is best at `head`, and only the eager twin of `prepare_qkv` calls `store`.
 EAGER_ON_GPU = frozenset({"head", "store"})
 
 # Weight formats. The tables above cover the ops that read a plain weight.

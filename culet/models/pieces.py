@@ -38,7 +38,7 @@ class TailInputs:
     first_LX: Tensor  # for the first layer: its queries [L, N, H] if it owns KV, otherwise its normed input [L, D]
 
 
-# Takes the tail as a batch, and returns the stream after the final norm.
+# Takes the tail as a batch and returns the stream after the final norm.
 TailLayers = Callable[[TailInputs, ForwardBatch], Tensor]
 
 

@@ -10,7 +10,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def nothing_compiles_while_serving(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """On a GPU, the start of an engine compiles every kernel that the test needs."""
+    """An engine on a GPU compiles every kernel at its start. The test fails if one is compiled later."""
     yield
     if request.node.get_closest_marker("gpu") is not None:
         late = [record.getMessage() for record in caplog.get_records("call") if "compiled while serving" in record.getMessage()]

@@ -111,7 +111,7 @@ def test_the_same_output(ranks_of: RanksOf, model_of: ModelOf, name: str, shape:
     settings = {"model": model_of(shape), **settings}
     ranks_settings = settings | {"tensor_parallel_size": size}
     if name == "preemption":  # too few pages for all sequences. One process and its ranks have slabs of different sizes.
-        num_more = 2 if shape == "31B" else 1  # Its pages hold fewer tokens, so with one more its sequences wait instead.
+        num_more = 2 if shape == "31B" else 1  # With one, its fourth sequence waits and none is preempted.
         settings = settings | {"kv_cache_memory_bytes": jobs.small_cache(settings, num_more)}
         ranks_settings = ranks_settings | {"kv_cache_memory_bytes": jobs.small_cache(ranks_settings, num_more)}
     want, counters = jobs.run_engine(None, settings, rounds)

@@ -101,7 +101,7 @@ def _places(rows: int, columns: int, pooling: int) -> np.ndarray:
 
 
 def _to_device(parts: Sequence[bytes], device: torch.device) -> Tensor:
-    """Copy bytes to the device, one part after the other, without waiting for it."""
+    """Return the joined parts on the device. This does not wait for the copy."""
     host = torch.empty(sum(map(len, parts)), dtype=torch.uint8, pin_memory=device.type == "cuda")
     target, begin = host.numpy(), 0
     for part in parts:

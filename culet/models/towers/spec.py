@@ -45,7 +45,7 @@ class VisionSpec:
 
     @property
     def max_tokens_on_a_side(self) -> int:
-        """Soft tokens on a side of an image for which there are positions."""
+        """The most soft tokens on a side of an image. The tower has no positions for more."""
         return self.num_positions // self.pooling
 
     @property
@@ -83,7 +83,7 @@ class UnifiedVisionSpec:
 
     @property
     def max_tokens_on_a_side(self) -> int:
-        """Soft tokens on a side of an image for which there are positions."""
+        """The most soft tokens on a side of an image. The tower has no positions for more."""
         return self.num_positions
 
     @property

@@ -1,4 +1,4 @@
-"""Run the layers that need only the tail of a step with prompts, as CUDA graphs of fixed sizes.
+"""CUDA graphs of fixed sizes for the layers that run only on the tail of a step with prompts.
 
 E2B and E4B have many such layers. A tail has one token for each row, as a decode step has: the last token of a prompt, or the
 token of a sequence that decodes beside it. So its attention depends only on the number of rows.

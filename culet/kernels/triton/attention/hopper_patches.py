@@ -43,7 +43,7 @@ _NARROW_LAYOUT = gl.NVMMASharedLayout(32, 16, 2)
 
 @gluon.jit
 def _place(begin, length, num_heads, num_tiles, TILE: gl.constexpr):
-    """Return this program's head, the first row of its image, and its first query."""
+    """Return the head that this program computes, the first row of its image, and its first query within that image."""
     program = gl.program_id(0)
     head = program // num_tiles % num_heads
     image = program // num_tiles // num_heads
@@ -58,8 +58,8 @@ class _Parts(NamedTuple):
 
 
 @gluon.jit
-def _rows_of(parts, index):
-    """Return one of several tiles."""
+def _tile_of(parts, index):
+    """Return the tile at `index`."""
     return _Parts(parts.wide.index(index), parts.narrow.index(index))
 
 
@@ -84,14 +84,14 @@ def _fetch(
     k = _Parts(k_wide, k_narrow)
     v = _Parts(v_wide, v_narrow)
     for group in gl.static_range(2):
-        _copy(_Parts(Q_WIDE, Q_NARROW), full_q.index(group), _rows_of(q, group), first + query + group * M, x, M)
+        _copy(_Parts(Q_WIDE, Q_NARROW), full_q.index(group), _tile_of(q, group), first + query + group * M, x, M)
     for count in range((length + BN - 1) // BN):
         stage = count % STAGES
         phase = (count // STAGES) & 1
         mbarrier.wait(empty_k.index(stage), phase ^ 1)
-        _copy(_Parts(K_WIDE, K_NARROW), full_k.index(stage), _rows_of(k, stage), first + count * BN, x, BN)
+        _copy(_Parts(K_WIDE, K_NARROW), full_k.index(stage), _tile_of(k, stage), first + count * BN, x, BN)
         mbarrier.wait(empty_v.index(stage), phase ^ 1)
-        _copy(_Parts(V_WIDE, V_NARROW), full_v.index(stage), _rows_of(v, stage), first + count * BN, x, BN)
+        _copy(_Parts(V_WIDE, V_NARROW), full_v.index(stage), _tile_of(v, stage), first + count * BN, x, BN)
 
 
 @gluon.jit
@@ -126,7 +126,7 @@ def _softmax(s, m, total, num_keys, MASKED: gl.constexpr, BN: gl.constexpr, S_LA
 
 @gluon.jit
 def _multiply(sums, shrink_smem, v, O_LAYOUT: gl.constexpr, X_LAYOUT: gl.constexpr):
-    """Start adding the weighted values of a tile to the earlier ones, which are scaled first."""
+    """Scale the sums of earlier tiles and start adding the weighted values of this one."""
     wide = sums.wide * gl.expand_dims(shrink_smem.load(gl.SliceLayout(1, O_LAYOUT)), 1)
     narrow = sums.narrow * gl.expand_dims(shrink_smem.load(gl.SliceLayout(1, X_LAYOUT)), 1)
     wide = warpgroup_mma(gl.convert_layout(sums.p, gl.DotOperandLayout(0, O_LAYOUT, 2)), v.wide, wide, is_async=True)
@@ -146,9 +146,9 @@ def _step(
     mbarrier.wait(full_k.index(after), ((count + 1) // STAGES) & 1)
     # The warpgroups take turns, so that one is in its softmax while the other one multiplies.
     mbarrier.wait(order.index(GROUP), (count & 1) ^ (1 - GROUP))
-    s = _score(q, _rows_of(k, after), M, BN, S_LAYOUT)
+    s = _score(q, _tile_of(k, after), M, BN, S_LAYOUT)
     mbarrier.wait(full_v.index(stage), (count // STAGES) & 1)
-    wide, narrow = _multiply(sums, shrink_smem, _rows_of(v, stage), O_LAYOUT, X_LAYOUT)
+    wide, narrow = _multiply(sums, shrink_smem, _tile_of(v, stage), O_LAYOUT, X_LAYOUT)
     mbarrier.arrive(order.index(1 - GROUP), count=1)
     s = warpgroup_mma_wait(2, deps=(s,))
     gl.thread_barrier()
@@ -204,7 +204,7 @@ def _compute(
     shrink_smem = row_smem.index(2 * GROUP + 1)
     mbarrier.wait(full_q.index(GROUP), 0)
     mbarrier.wait(full_k.index(0), 0)
-    s = _score(q, _rows_of(k, 0), M, BN, S_LAYOUT)
+    s = _score(q, _tile_of(k, 0), M, BN, S_LAYOUT)
     s = warpgroup_mma_wait(0, deps=(s,))
     gl.thread_barrier()
     mbarrier.arrive(empty_k.index(0), count=1)
@@ -228,7 +228,7 @@ def _compute(
         )  # fmt: skip
     stage = (num_key_tiles - 1) % STAGES
     mbarrier.wait(full_v.index(stage), ((num_key_tiles - 1) // STAGES) & 1)
-    wide, narrow = _multiply(sums, shrink_smem, _rows_of(v, stage), O_LAYOUT, X_LAYOUT)
+    wide, narrow = _multiply(sums, shrink_smem, _tile_of(v, stage), O_LAYOUT, X_LAYOUT)
     wide, narrow = warpgroup_mma_wait(0, deps=(wide, narrow))
     sums = _Sums(sums.m, sums.total, wide, narrow, sums.p)
     _store(sums, OUT, first + query, length - query, out_stride, head * HEAD, HEAD, M, O_LAYOUT, X_LAYOUT)
@@ -287,13 +287,13 @@ def _patch_attention_kernel(
 
 
 def head_pitch(x: Tensor, head_dim: int) -> int:
-    """Return the columns that a head of patches like `x` has in memory. Columns after `head_dim` must be zero."""
+    """Return how many columns a head takes in memory for patches like `x`. The padding after `head_dim` must be zero."""
     is_padded = is_hopper(x.device) and x.element_size() == 2 and WIDE < head_dim <= WIDE + NARROW
     return WIDE + NARROW if is_padded else head_dim
 
 
 def _matrix(x_TNH: Tensor) -> Tensor:
-    """View heads with their padding as one matrix [T, N * columns]."""
+    """View heads, including their padding, as one matrix [T, N * columns]."""
     return x_TNH.as_strided((x_TNH.shape[0], x_TNH.shape[1] * x_TNH.stride(1)), (x_TNH.stride(0), 1))
 
 
@@ -307,7 +307,7 @@ def _describe(matrix: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescri
 def describe_patch_attention(
     q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, out_TNH: Tensor, begin: int, length: int, num_images: int
 ) -> Launch:
-    """Return the launch for `num_images` images of `length` patches from row `begin` on."""
+    """Return the launch for `num_images` images of `length` patches each. The first image begins at row `begin`."""
     _, num_heads, head_dim = q_TNH.shape
     num_tiles = cdiv(length, 2 * ROWS)
     q_wide, q_narrow = _describe(_matrix(q_TNH), ROWS)
@@ -320,7 +320,7 @@ def describe_patch_attention(
 
 
 def _torch_attention(q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the same by torch's kernels, which are as fast for heads that fill their tiles, and run on every GPU."""
+    """Compute the same with torch's kernels. They run on every GPU, and are as fast for heads that fill their tiles."""
     parts, begin = [], 0
     for length, images in groupby(lengths):
         end = begin + length * len(list(images))

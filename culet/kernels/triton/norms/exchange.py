@@ -43,7 +43,7 @@ def _signal(flag, turn):
 
 @triton.jit
 def _wait(flag, turn):
-    """Wait until a flag is `turn`. One thread polls it. What was written before the flag can be read after the next barrier."""
+    """Wait until a flag equals `turn`. One thread polls. After the next barrier, all see what was written before it."""
     if _IS_INTERPRETED:
         while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != turn:
             pass
