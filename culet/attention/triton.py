@@ -26,6 +26,7 @@ from culet.kernels.triton.attention.prefill import prefill_launch, query_tiles
 from culet.kernels.triton.attention.splits import Scratch, scratch_rows
 from culet.kernels.triton.attention.tiles import DecodeTile, PrefillTile, decode_tile, prefill_tile
 from culet.kernels.triton.device import device_facts, is_hopper
+from culet.kernels.triton.launch import Launch, is_only_warming
 from culet.kernels.types import PagedKV, RaggedRows
 
 MANY_ROWS = 1 << 10  # enough rows to get the tile for a full GPU
@@ -68,6 +69,7 @@ class TritonBackend:
         self.few_queries = min(FEW_QUERIES, group.window or FEW_QUERIES)
         self._plans: list[_Plan] = []  # for the step's batch and its tail, found by identity
         self._scratch: Scratch | None = None
+        self._warmed_rows: dict[tuple[int, bool], int] = {}  # largest number of rows, by `max_queries` and whether masked
 
     def plan(self, batch: ForwardBatch, pool: Pool) -> None:
         """Sort the rows by kernel. If all rows have few query tokens, there is no device work."""
@@ -146,15 +148,31 @@ class TritonBackend:
     ) -> None:
         if self._scratch is None:
             self._scratch = self._allocate(q_TNH, kv)
+        for launch in self._few_launches(max_queries, q_TNH, kv, rows, out_TNH, lse_TN):
+            launch.run()
+        if is_only_warming():
+            self._warm_fewer_rows(max_queries, q_TNH, kv, rows, out_TNH, lse_TN)
+
+    def _few_launches(
+        self, max_queries: int, q_TNH: Tensor, kv: PagedKV, rows: RaggedRows, out_TNH: Tensor, lse_TN: Tensor | None
+    ) -> list[Launch]:
         is_masked = rows.visible_2T is not None
         use_hopper, tile = self._decode_tile(q_TNH, kv, max_queries, rows.num_rows, has_intervals=is_masked)
         arguments: dict[str, Any] = {"max_queries": max_queries, "out_TNH": out_TNH, "tile": tile, "scratch": self._scratch}
         if use_hopper:
-            launches = hopper_decode_launches(q_TNH, kv, rows, **arguments)
-        else:
-            launches = decode_launches(q_TNH, kv, rows, **arguments, lse_TN=lse_TN)
-        for launch in launches:
-            launch.run()
+            return hopper_decode_launches(q_TNH, kv, rows, **arguments)
+        return decode_launches(q_TNH, kv, rows, **arguments, lse_TN=lse_TN)
+
+    def _warm_fewer_rows(
+        self, max_queries: int, q_TNH: Tensor, kv: PagedKV, rows: RaggedRows, out_TNH: Tensor, lse_TN: Tensor | None
+    ) -> None:
+        """Compile the same call for every smaller number of rows. It decides how rows are split and joined."""
+        kind = max_queries, rows.visible_2T is not None
+        for num_rows in range(self._warmed_rows.get(kind, 0) + 1, rows.num_rows):
+            fewer = RaggedRows(rows.row_begin_B1, rows.context_B[:1].expand(num_rows), rows.visible_2T)
+            for launch in self._few_launches(max_queries, q_TNH, kv, fewer, out_TNH, lse_TN):
+                launch.run()
+        self._warmed_rows[kind] = max(rows.num_rows, self._warmed_rows.get(kind, 0))
 
     def _decode_tile(
         self, q_TNH: Tensor, kv: PagedKV, max_queries: int, num_rows: int = 1, *, has_intervals: bool

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isqrt
 from pathlib import Path
 
 import torch
@@ -13,9 +12,6 @@ import torch
 from culet.cache.spec import CacheLayout
 from culet.errors import ConfigError
 from culet.log import chose
-from culet.media.items import MediaItem, MediaKind
-from culet.media.spec import BUDGETS
-from culet.models.towers.spec import UnifiedVisionSpec, VisionSpec
 from culet.scheduler.admission import least_pages
 from culet.scheduler.group_pages import max_held_pages
 
@@ -142,15 +138,6 @@ def slabs_for_gpu(layout: CacheLayout, device: torch.device, *, utilization: flo
         )
     chose("kv-cache-memory-bytes", f"{left} ({left / GIB:.2f} GiB)", parts)
     return left // layout.slab_bytes
-
-
-def heaviest_images(spec: VisionSpec | UnifiedVisionSpec | None) -> list[MediaItem]:
-    """Return images that fill one pass of the vision tower, or none if there is no tower. Audio needs less memory."""
-    if spec is None:
-        return []
-    rows = min(isqrt(max(BUDGETS)), spec.max_tokens_on_a_side)  # of a square image
-    side = rows * spec.token_pixels
-    return [MediaItem(MediaKind.IMAGE, b"", rows**2, (side, side, 3), bytes(side * side * 3))] * 2
 
 
 def measure_peak(device: torch.device, run: Callable[[], object]) -> int:

@@ -9,6 +9,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -20,10 +21,12 @@ from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
 from culet.drafters.base import Drafter
 from culet.engine.memory import Needs, measure_peak
+from culet.engine.start.sample_media import heaviest_images, sample_media
 from culet.kernels.captures import Captures
 from culet.kernels.compiling import compile_ahead, mark_of
 from culet.media.items import MediaItem, MediaKind
 from culet.models.gemma4 import LOGITS_ROWS, Gemma4
+from culet.models.towers.towers import Towers
 from culet.runner.draft_round import draft_lengths
 from culet.runner.fixed.shapes import FixedShapes
 from culet.runner.media.step_media import ImageMask
@@ -63,6 +66,7 @@ class Rehearsal:
         has_graphs: bool,
         drafter: Drafter | None = None,
         image_mask: ImageMask = ImageMask.CAUSAL,
+        towers: Towers | None = None,
     ) -> None:
         self.model, self.layout, self.backends = model, layout, backends
         self.max_num_seqs, self.budget = schedule.max_num_seqs, schedule.max_num_batched_tokens
@@ -71,6 +75,7 @@ class Rehearsal:
         self.has_graphs = has_graphs
         self.drafter = drafter
         self.image_mask = image_mask
+        self.towers = towers
 
     # Kernels
 
@@ -81,7 +86,8 @@ class Rehearsal:
         backends = [type(backend).__qualname__ for backend in self.backends]
         model = self.model
         target = model.spec, model.dtype, model.latent, model.kernel_keys()
-        facts = (target, self.layout, backends, self._drafter_facts(), self.image_mask)
+        towers = None if self.towers is None else self.towers.specs
+        facts = (target, self.layout, backends, self._drafter_facts(), self.image_mask, towers)
         # With a short context or without graphs, some kernels are not compiled, and a later start may need them.
         mark = mark_of(gpu, torch.__version__, facts, self.max_num_seqs, self.budget, self._longest, self.has_graphs)
         if mark.exists():
@@ -90,6 +96,9 @@ class Rehearsal:
         with compile_ahead(mark), self.model.one_of_each_kind():
             if mark.exists():  # another process compiled them while this one was waiting
                 return False
+            if self.towers is not None:
+                for media in sample_media(self.towers.specs):
+                    self.towers.encode(media)
             for plan in self._ladder():
                 runner.launch(plan)
             if self.has_graphs:
@@ -138,12 +147,9 @@ class Rehearsal:
             if count > max(QUERY_COUNTS):
                 yield self._plan([(CONTEXT, count, 1)])
                 yield self._plan([(0, count, 0)])  # the middle of a prompt
-        for num_rows in sorted({min(count, self.max_num_seqs) for count in ROW_COUNTS}):
-            for queries in QUERY_COUNTS:
-                if num_rows * queries + BESIDE <= self.budget and self.max_model_len > CONTEXT + BESIDE:
-                    short_rows = [(CONTEXT, queries, 1)] * (num_rows - 1)
-                    yield self._plan([*short_rows, (CONTEXT, queries, 1)])
-                    yield self._plan([*short_rows, (CONTEXT, BESIDE, 1)])  # beside a prompt
+        windows = [group.window or self.max_model_len for group in self.layout.groups]
+        for queries in sorted({min(count, window) for count in QUERY_COUNTS for window in windows}):
+            yield from self._short_rows(queries)
         for settings in self.drawn_together:
             yield self._plan([(0, 1, 1)] * len(settings), settings)
         yield self._bound_plan()
@@ -151,10 +157,34 @@ class Rehearsal:
         for count in TOKEN_COUNTS:
             if count <= LOGITS_ROWS and count < self._longest:
                 yield self._scored_plan(count + 1)  # the last token of a prompt is not scored
+        yield from self._scored_beside()
         for num_drafts in () if self.drafter is None else draft_lengths(self.drafter.max_drafts):
             plan = self._plan([(0, 1, 1)])
             yield plan.with_rows(row._replace(num_wanted=num_drafts) for row in plan.rows)
         yield from self._image_steps()
+
+    def _short_rows(self, queries: int) -> Iterator[StepPlan]:
+        """Yield steps with rows of up to `queries` tokens, and the same beside a prompt, for all numbers of rows that fit.
+
+        If the budget allows it, all rows have `queries` tokens. Otherwise, all except one have a single token.
+        """
+        context, most = min(CONTEXT, self.max_model_len - queries - 1), min(self.max_num_seqs, self.budget - queries + 1)
+        if context < 0 or most < 1:
+            return
+        for num_rows in sorted({min(count, most) for count in (*ROW_COUNTS, most)}):
+            length = queries if num_rows * queries <= self.budget else 1
+            others = [(context, length, 1)] * (num_rows - 1)
+            yield self._plan([*others, (context, queries, 1)])
+            beside = min(BESIDE, self.budget - len(others) * length, self.max_model_len - context - 1)
+            if beside > max(QUERY_COUNTS):
+                yield self._plan([*others, (context, beside, 1)])
+
+    def _scored_beside(self) -> Iterator[StepPlan]:
+        """Yield a step in which one of two long rows is scored. Its last layers read many queries, but no fresh keys."""
+        length = min(BESIDE, self.budget // 2, self.max_model_len - 1)
+        if self.max_num_seqs > 1 and length > max(QUERY_COUNTS):
+            plan, scored = self._plan([(0, length, 1)] * 2), self._scored_plan(length)
+            yield replace(plan, entries=(*scored.entries, plan.entries[1]), rows=(*scored.rows, plan.rows[1]))
 
     def _image_steps(self) -> Iterator[StepPlan]:
         """Yield steps with an image whose tokens see each other, alone and beside a decode row."""
@@ -187,7 +217,7 @@ class Rehearsal:
     # Memory
 
     def measure(self) -> Needs:
-        """Measure the memory for the heaviest steps, buffers and graphs. Frees everything except the steps' activations."""
+        """Measure the memory for the heaviest steps, media, buffers and graphs. Frees everything except activations."""
         device = self.model.device
         before = torch.cuda.memory_allocated(device)
         runner = self._runner()
@@ -202,7 +232,14 @@ class Rehearsal:
         # The heaviest step comes last, because torch's allocator keeps its blocks and later steps need the same sizes.
         with self.model.one_of_each_kind(() if self.drafter is None else self.drafter.taps):
             peak = max(measure_peak(device, _launching(runner, plan)) for plan in self._heavy_steps())
-        return Needs(peak, buffers, graphs)
+        return Needs(peak, buffers, graphs, self._measure_towers())
+
+    def _measure_towers(self) -> int:
+        """Measure the memory of the heaviest pass of a tower."""
+        if self.towers is None:
+            return 0
+        images = heaviest_images(self.towers.specs.vision)
+        return measure_peak(self.model.device, partial(self.towers.encode, images))
 
     def _graph_bytes(self, runner: Runner, fixed: FixedShapes) -> int:
         """Estimate the memory of all the runner's graphs by capturing a few of them and freeing them again."""

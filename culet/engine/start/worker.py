@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -266,24 +265,18 @@ def _size_cache(
         has_graphs=setup.has_graphs,
         drafter=drafter,
         image_mask=ImageMask.CAUSAL if towers is None else _image_mask(setup),
+        towers=towers,
     )
     with times.part("kernels"):
         rehearsal.compile_kernels()
-        if given is not None:
-            _rehearse_towers(setup, towers)
-            return given
+    if given is not None:
+        return given
     with times.part("memory rehearsal"):
-        needs = replace(rehearsal.measure(), media=_rehearse_towers(setup, towers))
+        needs = rehearsal.measure()
+    if towers is not None:
+        needs = replace(needs, media=needs.media + config.media.media_cache_memory_bytes)
     utilization = config.cache.gpu_memory_utilization
     return memory.slabs_for_gpu(layout, setup.device, utilization=utilization, free_before=free_bytes, needs=needs)
-
-
-def _rehearse_towers(setup: Setup, towers: Towers | None) -> int:
-    """Encode the heaviest images, which also compiles the towers' kernels. Return the GPU bytes that media need."""
-    if towers is None:
-        return 0
-    activations = memory.measure_peak(setup.device, partial(towers.encode, memory.heaviest_images(towers.specs.vision)))
-    return setup.config.media.media_cache_memory_bytes + activations
 
 
 def _sampling(setup: Setup) -> Sampling:

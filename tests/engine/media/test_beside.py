@@ -161,8 +161,10 @@ def test_decode_goes_on_beside_a_late_tower() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_short_clips_beside_kernels_for_few_tokens() -> None:
     """Both at once give the bits that each gives alone."""
+    from culet.kernels.compiling import use_disk_cache
     from culet.kernels.triton.linear import few_tokens
 
+    use_disk_cache()  # from here on, no engine serves
     device = torch.device("cuda")
     checkpoint = open_checkpoint("random:E4B,draw=calm")
     kinds = frozenset({MediaKind.AUDIO})

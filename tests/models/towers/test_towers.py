@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from culet.engine.memory import heaviest_images
+from culet.engine.start.sample_media import heaviest_images, sample_media
 from culet.errors import BadRequest, CheckpointError, InternalError
 from culet.kernels.dispatch import eager_kernels
 from culet.kernels.eager.towers import patch_attention
@@ -73,6 +73,19 @@ def test_the_heaviest_images_fit_the_positions(shape):
     rows = towers(shape).encode(heaviest_images(few))
     assert [len(each) for each in rows] == [tokens**2] * 2
     assert heaviest_images(None) == []
+
+
+@pytest.mark.parametrize("shape", tiny.SHAPES)
+def test_the_towers_read_the_media_of_a_rehearsal(shape):
+    """There are many tokens and a single one of each kind, because kernels differ between the two."""
+    batches = list(sample_media(towers(shape).specs))
+    for items in batches:
+        assert [len(rows) for rows in towers(shape).encode(items)] == [item.num_tokens for item in items]
+    for kind in {item.kind for items in batches for item in items}:
+        counts = [sum(item.num_tokens for item in items) for items in batches if items[0].kind is kind]
+        assert counts[1] == 1 < counts[0]
+    has_audio = towers(shape).specs.audio is not None
+    assert len(batches) == (4 if has_audio else 2)
 
 
 def test_silence_gives_rows_of_zeros():

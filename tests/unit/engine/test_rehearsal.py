@@ -13,7 +13,7 @@ import torch
 
 from culet.cache.spec import plan_cache
 from culet.config import ScheduleConfig
-from culet.engine.start.rehearsal import Rehearsal
+from culet.engine.start.rehearsal import QUERY_COUNTS, Rehearsal
 from culet.kernels.triton.launch import Launch, next_power_of_2
 from culet.kernels.triton.linear.few_tokens import MIN_COLUMNS
 from culet.kernels.triton.linear.tiles import SOFTCAP, choose_tile
@@ -32,13 +32,13 @@ SAMPLING = Sampling(
 )  # fmt: skip
 
 
-def make_rehearsal(max_model_len: int) -> Rehearsal:
+def make_rehearsal(max_model_len: int, max_num_seqs: int = 20, budget: int = 2048) -> Rehearsal:
     layout = plan_cache(read_spec(VARIANTS["E2B"]).kv_specs(torch.bfloat16.itemsize, latent=True))
     return Rehearsal(
         None,  # type: ignore[arg-type]  # plans need no model
         layout,
         [],
-        ScheduleConfig(max_num_seqs=20, max_num_batched_tokens=2048),
+        ScheduleConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
         SAMPLING,
         max_model_len=max_model_len,
         has_graphs=True,
@@ -56,6 +56,28 @@ def test_steps_are_valid(max_model_len: int) -> None:
         for entry, row in zip(plan.entries, plan.rows, strict=True):
             assert row.num_new >= max(1, row.num_logits)
             assert len(entry.token_ids) == row.start + row.num_new <= max_model_len
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 1), (8, 128), (20, 2048), (60, 50), (300, 8192)])
+def test_no_step_has_more_short_rows_than_a_rehearsed_one(max_num_seqs: int, budget: int) -> None:
+    """A rehearsed step also compiles the kernels for fewer rows, so these are covered as well."""
+    most: dict[int, int] = {}
+    for plan in make_rehearsal(5000, max_num_seqs, budget)._ladder():
+        lengths = [row.num_new for row in plan.rows if row.num_new <= max(QUERY_COUNTS)]
+        assert plan.num_tokens <= budget
+        if lengths:
+            width = next_power_of_2(max(lengths))
+            most[width] = max(len(plan.rows), most.get(width, 0))
+    fitting = {queries: min(max_num_seqs, budget - queries + 1) for queries in QUERY_COUNTS}
+    assert most == {queries: num_rows for queries, num_rows in fitting.items() if num_rows >= 1}
+
+
+def test_a_scored_prompt_beside_another_is_rehearsed() -> None:
+    """In its last layers, the step has many queries of one row, and one of the other."""
+    plans = [plan for plan in make_rehearsal(130)._ladder() if len(plan.rows) == 2]
+    (plan,) = [plan for plan in plans if plan.rows[0].is_prompt_logprobs]
+    assert [row.num_logits for row in plan.rows] == [128, 1]
+    assert plan.rows[1].num_new == 128
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
