@@ -174,7 +174,8 @@ class Rehearsal:
         for num_rows in sorted({min(count, most) for count in (*ROW_COUNTS, most)}):
             length = queries if num_rows * queries <= self.budget else 1
             others = [(context, length, 1)] * (num_rows - 1)
-            yield self._plan([*others, (context, queries, 1)])
+            # With as many logits as queries, the last layers also have rows of this length.
+            yield self._plan([*others, (context, queries, queries)])
             beside = min(BESIDE, self.budget - len(others) * length, self.max_model_len - context - 1)
             if beside > max(QUERY_COUNTS):
                 yield self._plan([*others, (context, beside, 1)])

@@ -132,9 +132,10 @@ def test_the_engine_uses_only_the_worker_interface(settings: dict[str, Any]) -> 
     assert worker.is_closed
 
 
-@pytest.mark.parametrize(
-    "draft", [pytest.param({}, marks=pytest.mark.slow), {"speculative_config": {"method": "mtp", "model": "random:"}}]
-)
+DRAFTING = {"speculative_config": {"method": "mtp", "model": "random:", "adaptive": False}}
+
+
+@pytest.mark.parametrize("draft", [pytest.param({}, marks=pytest.mark.slow), DRAFTING])
 def test_an_engine_runs_on_a_worker_in_another_process(
     settings: dict[str, Any], draft: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
