@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 NUM_TIMES = 8  # times kept for each run of steps
-MIN_TIMES = 3  # times of each run needed before they are compared
+MIN_TIMES = 3  # times of each run of plain steps needed before they are compared with rounds
+MIN_ROUNDS = 2  # times of rounds needed. Of four rounds that are run to time them, the first and the last do not count.
 FRESH = 96  # compare only runs at most this many steps apart, because a machine's speed drifts
 MAX_DRIFT = 1.2  # plain steps before and after a round may differ by this factor
 SAME = 1.3  # comparisons within this factor agree
@@ -130,7 +131,7 @@ class MeasuredCost:
 
     def _compare(self, size: int, before: _Run, rounds: _Run, after: _Run) -> None:
         is_near = after.last_step - before.last_step <= FRESH
-        if before.kind[1] or not is_near or min(len(before.seconds), len(rounds.seconds)) < MIN_TIMES:
+        if before.kind[1] or not is_near or len(before.seconds) < MIN_TIMES or len(rounds.seconds) < MIN_ROUNDS:
             return
         low, high = sorted((before.low, after.low))
         if high > MAX_DRIFT * low:
