@@ -36,6 +36,8 @@ def _image(spec: VisionSpec | UnifiedVisionSpec, side: int) -> MediaItem:
 
 
 def _clip(spec: AudioSpec | UnifiedAudioSpec, num_tokens: int) -> MediaItem:
-    is_mel = isinstance(spec, AudioSpec)
-    shape = (num_tokens * _FRAMES_OF_A_TOKEN, MEL_BINS) if is_mel else (num_tokens, spec.num_samples)
+    if isinstance(spec, AudioSpec):
+        shape = num_tokens * _FRAMES_OF_A_TOKEN, MEL_BINS
+    else:
+        shape = num_tokens, spec.num_samples
     return MediaItem(MediaKind.AUDIO, b"", num_tokens, shape, bytes(4 * prod(shape)))

@@ -78,14 +78,14 @@ def test_the_heaviest_images_fit_the_positions(shape):
 @pytest.mark.parametrize("shape", tiny.SHAPES)
 def test_the_towers_read_the_media_of_a_rehearsal(shape):
     """There are many tokens and a single one of each kind, because kernels differ between the two."""
-    batches = list(sample_media(towers(shape).specs))
+    specs = towers(shape).specs
+    vision = dataclasses.replace(specs.vision, num_positions=6)  # the images of a whole tower take long on a CPU
+    batches = list(sample_media(dataclasses.replace(specs, vision=vision)))
     for items in batches:
         assert [len(rows) for rows in towers(shape).encode(items)] == [item.num_tokens for item in items]
-    for kind in {item.kind for items in batches for item in items}:
-        counts = [sum(item.num_tokens for item in items) for items in batches if items[0].kind is kind]
-        assert counts[1] == 1 < counts[0]
-    has_audio = towers(shape).specs.audio is not None
-    assert len(batches) == (4 if has_audio else 2)
+    counts = [sum(item.num_tokens for item in items) for items in batches]
+    assert len(counts) == (4 if specs.audio is not None else 2)
+    assert all(many > 1 == single for many, single in zip(counts[::2], counts[1::2], strict=True))
 
 
 def test_silence_gives_rows_of_zeros():
