@@ -264,8 +264,8 @@ def test_hopper_decode_fits(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "with_fresh"),
     [
-        ("31B.global", False),
         ("31B.sliding", True),
+        pytest.param("31B.global", False, marks=pytest.mark.slow),
         pytest.param("12B.global", False, marks=pytest.mark.slow),
         pytest.param("31B.global", True, marks=pytest.mark.slow),
         pytest.param("E4B.global", True, marks=pytest.mark.slow),

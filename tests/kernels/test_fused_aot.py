@@ -302,7 +302,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("empty_cache")
-@pytest.mark.parametrize("order", [(90, 89), (89, 90)])
+@pytest.mark.parametrize("order", [(90, 89), pytest.param((89, 90), marks=pytest.mark.slow)])
 def test_architectures_do_not_affect_each_other(order: tuple[int, int]) -> None:
     """Triton chooses the fp8 conversion for the first kernel of a process, but only sm_90 has this instruction."""
     ptx = {capability: compile_for(e4m3_head(3, capability), capability).asm["ptx"] for capability in order}
