@@ -252,10 +252,13 @@ def is_on_disk(key: str, name: str) -> bool:
 
 
 def mark_of(*facts: object) -> Path:
-    """Return the path that exists if this version of the code compiled all kernels for `facts` (a model's shape, a GPU)."""
+    """Return the path that exists if this version of the code compiled all kernels for `facts` (a model's shape, a GPU).
+
+    The whole package counts, because much of it decides which kernels are launched, and what a rehearsal launches.
+    """
     import triton
 
     digest = hashlib.sha256(repr((__version__, triton.__version__, facts)).encode())
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
+    for source in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(source.read_bytes())
     return cache_folder() / "warm" / digest.hexdigest()[:24]

@@ -74,6 +74,13 @@ def test_marks_differ(cache: Path) -> None:
     assert mark.is_relative_to(cache)
 
 
+def test_another_rehearsal_has_another_mark(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may launch kernels that an older one has not compiled."""
+    mark, read = compiling.mark_of("31B", 90), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if path.name == "rehearsal.py" else b""))
+    assert compiling.mark_of("31B", 90) != mark
+
+
 def test_warmup_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["warmup", "random:E2B", "--device", "cpu"]) == 1
     assert "needs a GPU" in capsys.readouterr().err
