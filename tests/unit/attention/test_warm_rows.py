@@ -10,28 +10,13 @@ pytest.importorskip("triton")
 from culet.attention.triton import TritonBackend
 from culet.bench.attention_cases import AttentionShape, make_case
 from culet.cache.spec import KVGroup, KVSpec
-from culet.kernels.triton.launch import Launch, only_warm
+from culet.kernels.triton.launch import only_warm
 from culet.kernels.types import PagedKV, RaggedRows
 
 # As in E2B (sliding) and 12B (global). Both have numbers of rows that need a kernel of their own.
 SLIDING = AttentionShape(num_heads=8, num_kv_heads=1, head_dim=256, window=512, latent=False, page_tokens=16)
 LATENT = AttentionShape(num_heads=16, num_kv_heads=1, head_dim=512, window=None, latent=True, page_tokens=16)
 MOST_ROWS = 160
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[object, ...]]:
-    """Everything that makes Triton compile another kernel, for each launch. Nothing runs."""
-    keys: set[tuple[object, ...]] = set()
-
-    def note(self: Launch) -> None:
-        key, _ = self._key()
-        assert key is not None
-        keys.add(key)
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(Launch, "run", note)
-    return keys
 
 
 @pytest.mark.parametrize("max_queries", [1, 2, 8])

@@ -14,7 +14,7 @@ import torch
 from culet.cache.spec import plan_cache
 from culet.config import ScheduleConfig
 from culet.engine.start.rehearsal import QUERY_COUNTS, Rehearsal
-from culet.kernels.triton.launch import Launch, next_power_of_2
+from culet.kernels.triton.launch import next_power_of_2
 from culet.kernels.triton.linear.few_tokens import MIN_COLUMNS
 from culet.kernels.triton.linear.tiles import SOFTCAP, choose_tile
 from culet.kernels.triton.sampling.draw import logprobs
@@ -120,21 +120,6 @@ OPTIONS = {
     **{f"logprobs {count}": {"logprobs": count} for count in (0, 1, 5, 16, 20)},
 }
 VOCABULARY = 4096
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[object, ...]]:
-    """Everything that makes Triton compile another kernel, for each launch. Nothing runs."""
-    keys: set[tuple[object, ...]] = set()
-
-    def note(self: Launch) -> None:
-        key, _ = self._key()
-        assert key is not None
-        keys.add(key)
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(Launch, "run", note)
-    return keys
 
 
 def draw(settings: Sequence[Sampling], *, is_bound: bool = False) -> None:
