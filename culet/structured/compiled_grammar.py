@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,8 @@ MAX_ERROR_CHARS = 300
 # Where a grammar leaves only one text, llguidance would allow only its own tokens for it, which here are single bytes. But the
 # model must be free to write the text in the tokens that it was trained on.
 _ANY_TOKENS = '\n%llguidance {"no_forcing": true}\n'
+
+_ESCAPED = re.compile(r"\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})|\\.", re.DOTALL)
 
 
 class GrammarFault(ValueError):
@@ -68,13 +72,22 @@ def _lark_of(source: str) -> str:
     return lark
 
 
+def _character(escape: re.Match[str]) -> str:
+    """Return the character of a `\\u` or `\\U` escape, which the translation of GBNF does not read. Others stay as they are."""
+    digits = escape[1] or escape[2]
+    if digits is None or int(digits, 16) >= sys.maxunicode:
+        return escape[0]
+    code = int(digits, 16)
+    return chr(code) if code > 0x7F or chr(code).isalnum() else f"\\x{code:02x}"
+
+
 def _source(spec: GrammarSpec) -> str:
     """Return the spec in llguidance's own format: JSON for a regex or a JSON schema, otherwise Lark's notation."""
     try:
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(spec.text)
         if spec.kind == "lark":
-            return LLMatcher.grammar_from_lark(any_to_lark(spec.text))
+            return LLMatcher.grammar_from_lark(any_to_lark(_ESCAPED.sub(_character, spec.text)))
         if spec.kind == "choice":
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives(json.loads(spec.text))}")
         if spec.kind == "json_schema":

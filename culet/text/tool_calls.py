@@ -35,6 +35,7 @@ class _State(Enum):
     HEAD = auto()  # call:NAME, up to the first brace or parenthesis
     FIRST_KEY = auto()  # after `{`, before a key or the end
     KEY = auto()  # in a bare key, or between a comma and a key
+    ASCII_KEY = auto()  # in a bare key, between ASCII quotes
     QUOTED_KEY = auto()
     COLON = auto()  # after a quoted key
     FIRST_ITEM = auto()  # after `[`, before a value or `]`
@@ -87,6 +88,7 @@ class CallReader:
             _State.HEAD: self._read_head,
             _State.FIRST_KEY: self._read_first_key,
             _State.KEY: self._read_key,
+            _State.ASCII_KEY: self._read_ascii_string,
             _State.QUOTED_KEY: self._read_quoted_key,
             _State.COLON: self._read_colon,
             _State.FIRST_ITEM: self._read_first_item,
@@ -177,6 +179,12 @@ class CallReader:
         return position
 
     def _read_key(self, text: str, position: int) -> int:
+        if not "".join(self._word).strip():
+            position = _skip_space(text, position)
+            if text[position : position + 1] == '"':
+                self._word.clear()
+                self._state = _State.ASCII_KEY
+                return position
         match = (_NAMED_KEY_END if self._levels[-1].is_named else _KEY_END).search(text, position)
         self._word.append(text[position : match.start() if match else len(text)])
         if match is None:
@@ -195,7 +203,7 @@ class CallReader:
 
     def _read_colon(self, text: str, position: int) -> int:
         position = _skip_space(text, position)
-        if text[position : position + 1] == ":":
+        if text[position : position + 1] in ((":", "=") if self._levels[-1].is_named else (":",)):
             self._begin_value(self._take_word())
         elif position < len(text):
             self.fault = "no colon after a key"
@@ -238,7 +246,7 @@ class CallReader:
         if not end:
             return len(text)
         if not _is_escaped(self._word):
-            self._state = _State.WORD
+            self._state = _State.KEY if self._state is _State.ASCII_KEY else _State.WORD
         return end
 
     def _read_string(self, text: str, position: int) -> int:

@@ -26,6 +26,7 @@ HELLO: Any = [{"role": "user", "content": "Hello"}]
         ({"regex": "[0-9]{2}"}, "[0-9]{2}"),
         ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
         ({"grammar": 'start: "q"'}, "q"),
+        ({"grammar": r'root ::= "\u0042" [\u0041-\u0043] "\u00e9\u0022"'}, 'B[A-C]é"'),
     ],
 )
 def test_other_names_of_structured_outputs(tiny: Running, fields: dict[str, Any], pattern: str) -> None:
@@ -53,6 +54,12 @@ def test_other_names_of_structured_outputs(tiny: Running, fields: dict[str, Any]
         ({"dry_multiplier": 0.8}, "dry_multiplier"),
         ({"ebnf": "root ::= x"}, "ebnf"),
         ({"json_schema": {"type": "object"}}, "json_schema"),
+        ({"tfs_z": 0.1}, "tfs_z"),
+        ({"repeat_penalty": 5.0}, "repeat_penalty"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
+        ({"structural_tag": "{}"}, "structural_tag"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 3}}, "thinking"),
+        ({"reasoning": {"exclude": True}}, "reasoning.exclude"),
         ({"continue_final_message": True}, "add_generation_prompt"),
         ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
     ],
@@ -61,6 +68,57 @@ def test_fields_that_are_refused(tiny: Running, fields: dict[str, Any], name: st
     response = tiny.chat(messages=HELLO, max_tokens=4, **fields)
     assert response.status_code == 400
     assert name in response.json()["error"]["message"]
+
+
+RESPONSES = ("/v1/responses", {"input": "Hello", "max_output_tokens": 20})
+MESSAGES = ("/v1/messages", {"messages": HELLO, "max_tokens": 20})
+
+
+@pytest.mark.parametrize(("path", "body"), [RESPONSES, MESSAGES], ids=["responses", "messages"])
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"n": 2}, "n"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"guided_choice": ["a"], "regex": "b"}, "regex"),
+    ],
+)
+def test_fields_that_other_apis_refuse(
+    tiny: Running, path: str, body: dict[str, Any], fields: dict[str, Any], name: str
+) -> None:
+    response = tiny.http.post(path, json={"model": "gemma", **body, **fields})
+    assert response.status_code == 400
+    assert name in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "body"), [RESPONSES, MESSAGES], ids=["responses", "messages"])
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_choice": ["red", "green"]}, "red|green"),
+        ({"regex": "[0-9]{2}"}, "[0-9]{2}"),
+        ({"structured_outputs": {"choice": ["x", "y"]}}, "x|y"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": 4}}}}, "4"),
+    ],
+)
+def test_other_apis_know_structured_outputs(
+    tiny: Running, path: str, body: dict[str, Any], fields: dict[str, Any], pattern: str
+) -> None:
+    answer = tiny.http.post(path, json={"model": "gemma", **body, **fields}).json()
+    text = answer["content"][0]["text"] if path == MESSAGES[0] else answer["output"][-1]["content"][0]["text"]
+    assert re.fullmatch(pattern, text)
+
+
+def test_fields_of_one_api(tiny: Running) -> None:
+    for path, body, name in (
+        (*RESPONSES, "conversation"), (*RESPONSES, "prompt"), (*MESSAGES, "mcp_servers"), (*MESSAGES, "container"),
+    ):  # fmt: skip
+        response = tiny.http.post(path, json={"model": "gemma", **body, name: "x"})
+        assert response.status_code == 400
+        assert name in response.json()["error"]["message"]
 
 
 def test_values_that_change_nothing(fake: Running) -> None:
@@ -91,6 +149,8 @@ def test_continue_the_last_message(tiny: Running, encode: Callable[[str], list[i
     assert answer["choices"][0]["message"]["content"] == completion(tiny, prompt)
     parts = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Once upon a "}]}]
     assert tiny.chat(messages=parts, **fields).json()["choices"] == answer["choices"]
+    body = {"messages": said, "add_generation_prompt": False, "continue_final_message": True}
+    assert tiny.http.post("/tokenize", json=body).json()["tokens"] == prompt
 
 
 @pytest.mark.parametrize("text", ["turn", "a |>", "model", "a <turn|>"])

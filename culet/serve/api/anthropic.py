@@ -31,17 +31,18 @@ from culet.serve.api.anthropic_blocks import (
 from culet.serve.api.chat_request import PreparedChat, check_chat, prefilled, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
 from culet.serve.api.fields import (
-    CacheSalt,
     Count,
-    CountOrNone,
+    Effort,
+    Refused,
     SamplingFields,
     Schema,
-    Share,
     StopText,
-    Temperature,
     Text,
     ToolName,
+    check_single,
+    refuse_given,
     sampling_params,
+    thinking_of,
 )
 from culet.serve.generation import Generation
 from culet.serve.http_errors import reply_to
@@ -104,13 +105,13 @@ class OutputFormat(Struct):
 
 class OutputConfig(Struct):
     format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # a budget of the server for thoughts
 
 
-class Conversation(Struct, kw_only=True):
+class Conversation(SamplingFields, kw_only=True):
     """The body of POST /v1/messages/count_tokens, and the part of POST /v1/messages that describes the conversation."""
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=65536)]
-    model: Annotated[str, Meta(max_length=256)] | None = None
     system: Text | Annotated[list[TextBlock], Meta(max_length=1024)] | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=4096)] | None = None
     tool_choice: AnthropicToolChoice | None = None
@@ -122,15 +123,19 @@ class MessagesRequest(Conversation, kw_only=True):
 
     max_tokens: Count
     stop_sequences: Annotated[list[StopText], Meta(max_length=1024)] | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     stream: bool = False
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    cache_salt: CacheSalt | None = None
-    min_tokens: CountOrNone = None
+    mcp_servers: Refused = UNSET
+    container: Refused = UNSET
+    continue_final_message: Refused = UNSET
+    reasoning_effort: Refused = UNSET
+    reasoning: Refused = UNSET
     constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
+
+    def refuse(self) -> None:
+        super().refuse()
+        refuse_given(self, ("mcp_servers", "container", "continue_final_message", "reasoning_effort", "reasoning"))
 
 
 class AnthropicUsage(Struct):
@@ -203,16 +208,18 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
 
 async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
-    fields = SamplingFields(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        stop=body.stop_sequences,
-        min_tokens=body.min_tokens,
-        thinking_token_budget=body.thinking.budget_tokens if body.thinking is not None else None,
-    )
-    params = sampling_params(service, fields, max_tokens=body.max_tokens)
-    form = body.output_format or (body.output_config.format if body.output_config is not None else None)
+    check_single(body)
+    if body.stop_sequences is not None:
+        body.stop = body.stop_sequences
+    params = sampling_params(service, body, max_tokens=body.max_tokens)
+    config = body.output_config or OutputConfig()
+    if params.thinking_token_budget is None:
+        effort: Effort | None = "xhigh" if config.effort == "max" else config.effort
+        budget = body.thinking.budget_tokens if body.thinking is not None else None
+        params = replace(params, thinking_token_budget=thinking_of(service, effort=effort, budget=budget).budget)
+    form = body.output_format or config.format
+    if form is not None and params.structured_outputs is not None:
+        raise BadRequest("output_config.format: cannot be combined with another form of structured output")
     if form is not None:
         params = replace(params, structured_outputs=schema_form(form.schema_, strict=True))
     choice = body.tool_choice

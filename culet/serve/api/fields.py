@@ -127,6 +127,7 @@ _NEUTRAL_OF = {
     "function_call": (b"null", b'""', b'"none"', b'"auto"'),
     "typical_p": (b"null", b"1", b"1.0"),
     "tfs_z": (b"null", b"1", b"1.0"),
+    "repeat_penalty": (b"null", b"1", b"1.0"),
 }
 
 
@@ -143,6 +144,12 @@ class UnsupportedFields(FormAliases, kw_only=True):
     use_beam_search: Refused = UNSET
     length_penalty: Refused = UNSET
     typical_p: Refused = UNSET
+    tfs_z: Refused = UNSET
+    repeat_penalty: Refused = UNSET
+    no_repeat_ngram_size: Refused = UNSET
+    n_predict: Refused = UNSET
+    structural_tag: Refused = UNSET
+    guided_whitespace_pattern: Refused = UNSET
     top_a: Refused = UNSET
     mirostat: Refused = UNSET
     dry_multiplier: Refused = UNSET
@@ -176,7 +183,7 @@ _UNSUPPORTED = [name for name in UnsupportedFields.__struct_fields__ if name not
 
 
 class SamplingFields(UnsupportedFields, kw_only=True):
-    """The sampling fields of chat and completions requests."""
+    """The sampling fields that requests of OpenAI's and Anthropic's APIs share."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     max_tokens: CountOrNone = None
@@ -201,6 +208,12 @@ class SamplingFields(UnsupportedFields, kw_only=True):
     cache_salt: CacheSalt | None = None  # only requests with the same salt share cached prefixes
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+
+
+def check_single(fields: SamplingFields) -> None:
+    """Raise if a request asks for several answers in an API whose answers have room for one."""
+    if fields.n is not None and fields.n > 1:
+        raise UnsupportedError(f"n: got {fields.n}, but there is only one answer here", hint="send several requests")
 
 
 class Thinking(NamedTuple):

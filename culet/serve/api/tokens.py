@@ -17,7 +17,7 @@ from culet.serve.answers.parts import BigAnswer, Part
 from culet.serve.api.chat_request import check_chat
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body
 from culet.serve.api.fields import MediaFields, Text, TokenId
-from culet.serve.api.openai.chat import Message, TemplateOptions, Tool, tool_fields
+from culet.serve.api.openai.chat import Message, TemplateOptions, Tool, continued_text, tool_fields
 from culet.serve.service import Service
 from culet.text.tokenizer import IncrementalDecoder, Tokenizer, check_token_ids, no_tokenizer
 
@@ -35,6 +35,7 @@ class TokenizeRequest(Struct):
     tools: Annotated[list[Tool], Meta(max_length=4096)] | None = None
     chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the prompt ends with the last message, which the answer would continue
     mm_processor_kwargs: MediaFields | None = None
 
 
@@ -96,6 +97,7 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> Response:
             tools=tools or None,
             enable_thinking=options.enable_thinking if options is not None else None,
             add_generation_prompt=body.add_generation_prompt,
+            continued=continued_text(body.messages, body.add_generation_prompt) if body.continue_final_message else None,
             media=(body.mm_processor_kwargs or MediaFields()).options(),
         )
         tokens = prompt.token_ids

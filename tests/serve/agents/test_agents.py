@@ -169,6 +169,13 @@ def test_efforts_are_budgets(folder: Any, mark: Callable[[str], str]) -> None:
             found = usage["completion_tokens_details"]["reasoning_tokens"]
             assert found == num_reasoning if effort != "medium" else found > 13
             assert usage["completion_tokens_details"]["thinking_budget_reached"] is (effort != "medium")
+        body = {"messages": HELLO, "max_tokens": 40, "thinking": {"type": "adaptive"}, "logit_bias": biased(mark)}
+        for effort in ("low", "medium"):
+            usage = server.http.post("/v1/messages", json=body | {"output_config": {"effort": effort}}).json()["usage"]
+            assert usage["thinking_budget_reached"] is (effort == "low")
+        body = {"input": "Hello", "max_output_tokens": 40, "reasoning_effort": "low", "logit_bias": biased(mark)}
+        usage = server.http.post("/v1/responses", json=body).json()["usage"]
+        assert usage["output_tokens_details"]["thinking_budget_reached"] is True
 
 
 def test_other_apis_take_budgets(tiny: Running) -> None:

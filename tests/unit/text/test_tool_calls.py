@@ -186,6 +186,20 @@ def test_strings_in_ascii_quotes(tokenizer, body, value):
     assert arguments(tokenizer, f'"memory": [{body}]') == {"memory": [value]}
 
 
+@pytest.mark.parametrize(
+    ("key", "wanted"),
+    [('"a:b"', "a:b"), ('"a,b"', "a,b"), (r'"a \"}"', 'a "}'), ('"a" b', '"a" b'), (' "a" ', "a"), ('""', "")],
+)
+def test_keys_in_ascii_quotes(tokenizer, key, wanted):
+    assert arguments(tokenizer, f"{key}:1, {key} : 2") == {wanted: 2}
+    assert arguments(tokenizer, f"x:{{{key}:1}}") == {"x": {wanted: 1}}
+
+
+def test_a_quoted_key_between_parentheses(tokenizer):
+    (call,) = answer(tokenizer, f"<|tool_call>call:f({Q}a=b{Q}=1, {Q}c{Q}: 2)<tool_call|>").tool_calls
+    assert call.arguments == {"a=b": 1, "c": 2}
+
+
 def test_a_quoted_number_is_a_string(tokenizer):
     assert arguments(tokenizer, 'a:"5"', {"properties": {"a": {"type": "integer"}}}) == {"a": "5"}
 

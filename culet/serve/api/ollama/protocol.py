@@ -62,6 +62,7 @@ class OllamaOptions(Struct, kw_only=True):
     mirostat: Refused = UNSET
     tfs_z: Refused = UNSET
     typical_p: Refused = UNSET
+    grammar: Refused = UNSET
 
 
 class OllamaRequest(Struct, kw_only=True):
@@ -113,7 +114,7 @@ def read_params(service: Service, body: OllamaRequest) -> SamplingParams:
     refuse_given(body, ("logprobs",))
     if isinstance(body, OllamaGenerateRequest):
         refuse_given(body, ("suffix", "template", "context"))
-    refuse_given(options, ("mirostat", "tfs_z", "typical_p"), "options.")
+    refuse_given(options, ("mirostat", "tfs_z", "typical_p", "grammar"), "options.")
     given: dict[str, Any] = {name: getattr(options, name) for name in _SHARED}
     given["repetition_penalty"] = options.repeat_penalty
     if options.seed is not None and options.seed >= 0:

@@ -27,12 +27,14 @@ from culet.serve.api.fields import (
     MediaFields,
     Part,
     RawArguments,
+    Refused,
     SamplingFields,
     Schema,
     StreamOptions,
     Text,
     TextPart,
     ToolName,
+    refuse_given,
     sampling_params,
     thinking_of,
 )
@@ -114,6 +116,7 @@ class Reasoning(Struct):
     effort: Effort | None = None
     max_tokens: CountOrNone = None
     enabled: bool | None = None
+    exclude: Refused = UNSET
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -129,11 +132,18 @@ class ChatRequest(SamplingFields, kw_only=True):
     constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
+    thinking: Refused = UNSET  # Anthropic's name
     chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the answer continues the last message, which is the assistant's
     mm_processor_kwargs: MediaFields | None = None
     chat_template: UnsetType | None = UNSET  # a template is a program, so requests cannot send one
+
+    def refuse(self) -> None:
+        super().refuse()
+        refuse_given(self, ("thinking",))
+        if self.reasoning is not None:
+            refuse_given(self.reasoning, ("exclude",), "reasoning.")
 
 
 class CalledFunction(Struct):
@@ -269,18 +279,18 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
         enable_thinking=thinking.is_on,
         options={"preserve_thinking": True} if options is not None and options.preserve_thinking else None,
         add_generation_prompt=body.add_generation_prompt,
-        continued=_continued(body) if body.continue_final_message else None,
+        continued=continued_text(body.messages, body.add_generation_prompt) if body.continue_final_message else None,
         media=(body.mm_processor_kwargs or MediaFields()).options(),
     )
     return prepared if num_top is None or max_tokens is not None else _shorten(service, prepared, num_top)
 
 
-def _continued(body: ChatRequest) -> str:
+def continued_text(messages: Sequence[Message], add_generation_prompt: bool) -> str:
     """Return the text of the last message, which the answer continues."""
-    if body.add_generation_prompt:
+    if add_generation_prompt:
         problem = "continue_final_message: cannot be combined with add_generation_prompt"
         raise BadRequest(problem, hint="set add_generation_prompt to false")
-    last = body.messages[-1]
+    last = messages[-1]
     end = last.content if isinstance(last.content, str) or not last.content else last.content[-1]
     text = end.text if isinstance(end, TextPart) else end
     if last.role != "assistant" or last.tool_calls or not text or not isinstance(text, str):

@@ -22,7 +22,7 @@ from culet.errors import BadRequest, ContextTooLong
 from culet.serve.answers.limits import AnswerSize
 from culet.serve.answers.parts import BigAnswer, Part, in_messages
 from culet.serve.api.endpoint import Endpoint, encoder, origin_of, read_body
-from culet.serve.api.fields import SamplingFields, Text, TokenId, sampling_params
+from culet.serve.api.fields import Count, SamplingFields, Text, TokenId, sampling_params
 from culet.serve.api.openai.answers import TEXT_BYTES, TextColumns, TextLogprobs, Usage, text_size, usage_of, write_columns
 from culet.serve.generation import Generation, Origin
 from culet.serve.service import Service
@@ -42,6 +42,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     prompt: (
         Text | Annotated[list[Text | TokenId | Annotated[list[TokenId], Meta(max_length=1 << 21)]], Meta(max_length=1 << 21)]
     )
+    max_completion_tokens: Count | None = None  # the name that chats have for max_tokens
     echo: bool | None = False
     logprobs: Annotated[int, Meta(ge=0, le=1024)] | None = None
     return_token_ids: bool | None = None  # also return the ids of the generated tokens; always done without a tokenizer
@@ -129,6 +130,8 @@ def _check_size(
 def _params(service: Service, body: CompletionRequest) -> SamplingParams:
     if body.max_tokens == 0 and not body.echo:
         raise BadRequest("max_tokens: got 0, which is only allowed with echo")
+    if body.max_tokens is None:
+        body.max_tokens = body.max_completion_tokens
     return sampling_params(
         service,
         body,

@@ -18,7 +18,7 @@ from culet.errors import BadRequest, CuletError, UnsupportedError
 from culet.serve.answers.stored import StoredResponse
 from culet.serve.api.chat_request import PreparedChat, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
-from culet.serve.api.fields import SamplingFields, sampling_params, thinking_of
+from culet.serve.api.fields import check_single, sampling_params, thinking_of
 from culet.serve.api.openai.responses_protocol import ReasoningOptions, ResponsesRequest, ResponsesToolName, messages_of
 from culet.serve.generation import Generation, Origin
 from culet.serve.http_errors import HttpError, reply_to
@@ -146,12 +146,15 @@ def _keep(
 async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> PreparedChat:
     if body.background:
         raise UnsupportedError("background: not supported", hint="use stream instead")
-    fields = SamplingFields(temperature=body.temperature, top_p=body.top_p, min_tokens=body.min_tokens)
-    params = sampling_params(service, fields, max_tokens=body.max_output_tokens)
+    check_single(body)
+    params = sampling_params(service, body, max_tokens=body.max_output_tokens or body.max_tokens)
     asked = body.reasoning or ReasoningOptions()
-    thinking = thinking_of(service, effort=asked.effort, budget=asked.max_tokens)
+    thinking = thinking_of(service, effort=asked.effort or body.reasoning_effort, budget=asked.max_tokens)
     budget = thinking.budget if body.thinking_token_budget is None else body.thinking_token_budget
-    params = replace(params, structured_outputs=_form(body), thinking_token_budget=budget)
+    form = _form(body)
+    if form is not None and params.structured_outputs is not None:
+        raise BadRequest("text.format: cannot be combined with another form of structured output")
+    params = replace(params, structured_outputs=form or params.structured_outputs, thinking_token_budget=budget)
     choice = body.tool_choice
     tools = [
         {

@@ -9,16 +9,16 @@ from msgspec import UNSET, Meta, Struct, field, to_builtins
 from culet.errors import BadRequest
 from culet.serve.api.fields import (
     AudioData,
-    CacheSalt,
     Count,
     CountOrNone,
     Detail,
     Effort,
+    Refused,
+    SamplingFields,
     Schema,
-    Share,
-    Temperature,
     Text,
     ToolName,
+    refuse_given,
 )
 from culet.structured.forms import SchemaText
 
@@ -108,24 +108,19 @@ class ReasoningOptions(Struct):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesRequest(Struct, kw_only=True):
+class ResponsesRequest(SamplingFields, kw_only=True):
     """The body of POST /v1/responses."""
 
     input: Text | Annotated[list[InputItem], Meta(min_length=1, max_length=65536)]
-    model: Annotated[str, Meta(max_length=256)] | None = None
     instructions: Text | None = None
     max_output_tokens: Count | None = None
-    min_tokens: CountOrNone = None
-    thinking_token_budget: CountOrNone = None
     constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
-    temperature: Temperature | None = None
-    top_p: Share | None = None
     tools: Annotated[list[ResponsesTool], Meta(max_length=4096)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolName | None = None
     parallel_tool_calls: bool | None = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    stream: bool | None = False
+    reasoning_effort: Effort | None = None
     store: bool | None = None  # whether to keep the response, if the server stores responses; by default it does
     background: bool | None = None
     previous_response_id: Id | None = None
@@ -134,7 +129,15 @@ class ResponsesRequest(Struct, kw_only=True):
     ) = None
     truncation: Literal["auto", "disabled"] | None = None
     user: Id | None = None
-    cache_salt: CacheSalt | None = None
+    conversation: Refused = UNSET
+    prompt: Refused = UNSET
+    top_logprobs: Refused = UNSET
+    continue_final_message: Refused = UNSET
+    thinking: Refused = UNSET
+
+    def refuse(self) -> None:
+        super().refuse()
+        refuse_given(self, ("conversation", "prompt", "top_logprobs", "continue_final_message", "thinking"))
 
 
 def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
