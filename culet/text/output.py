@@ -189,7 +189,8 @@ def has_call(pieces: Sequence[OutputPiece]) -> bool:
 
 def plain_output(tokenizer: Tokenizer, request: Request, params: SamplingParams) -> SampleOutput:
     """Create the output for a sample of a plain completion. Everything the model writes is text."""
-    return SampleOutput(PlainReader(tokenizer, end_ids=request.stop_token_ids, stop=tuple(params.stop)))
+    stop, min_tokens = tuple(params.stop), params.min_tokens
+    return SampleOutput(PlainReader(tokenizer, end_ids=request.stop_token_ids, stop=stop, min_tokens=min_tokens))
 
 
 def chat_output(
@@ -213,6 +214,7 @@ def chat_output(
         end_ids=request.stop_token_ids,
         ignore_end=params.ignore_eos,
         stop=tuple(params.stop),
+        min_tokens=params.min_tokens,
         calls_hold=calls_hold or (isinstance(params.structured_outputs, GrammarSpec) and params.structured_outputs.on_call),
     )
     return SampleOutput(

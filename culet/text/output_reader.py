@@ -39,11 +39,17 @@ _ROLE = "model\n"
 
 
 class PlainReader:
-    """Reads the output of a plain completion, without thoughts or tool calls. Special tokens produce no text."""
+    """Reads the output of a plain completion, without thoughts or tool calls. Special tokens produce no text.
+
+    Stop strings count after the first `min_tokens` tokens.
+    """
 
     in_reasoning = False
 
-    def __init__(self, tokenizer: Tokenizer, *, end_ids: Collection[int] = (), stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, end_ids: Collection[int] = (), stop: Sequence[str] = (), min_tokens: int = 0
+    ) -> None:
+        self._num_left = min_tokens  # tokens that no stop string ends
         self._decoder = IncrementalDecoder(tokenizer)
         self._stops = StopMatcher(stop)
         self._end_ids = frozenset(end_ids)
@@ -60,7 +66,11 @@ class PlainReader:
                 texts.append(self._flush())
                 self.has_ended = True
             else:
-                text, self.has_ended = self._stops.push(self._decoder.push((token_id,)))
+                text = self._decoder.push((token_id,))
+                if self._num_left:
+                    self._num_left -= 1
+                else:
+                    text, self.has_ended = self._stops.push(text)
                 texts.append(text)
         return self._pieces("".join(texts))
 
@@ -121,7 +131,8 @@ class ChatReader:
     """Reads one sample of a chat. `prompt_ids` show whether the output starts inside a thought.
 
     `schemas` maps tool names to the JSON schemas of their parameters (see `tool_schemas`), which decide what bare words mean.
-    Tokens in `end_ids` also end the turn. With `ignore_end`, no token ends it. A `stop` string in the text ends the turn.
+    Tokens in `end_ids` also end the turn. With `ignore_end`, no token ends it. A `stop` string in the text ends the turn, but
+    not within the first `min_tokens` tokens.
     """
 
     def __init__(
@@ -133,6 +144,7 @@ class ChatReader:
         end_ids: Collection[int] = (),
         ignore_end: bool = False,
         stop: Sequence[str] = (),
+        min_tokens: int = 0,
         calls_hold: bool = False,
         make_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
@@ -146,6 +158,7 @@ class ChatReader:
         self._make_id = make_id
         self._calls_hold = calls_hold
         self._stops = StopMatcher(stop)
+        self._num_left = min_tokens  # tokens that no stop string ends
 
         self._state = _State.TEXT
         self._pieces: list[OutputPiece] = []
@@ -185,6 +198,8 @@ class ChatReader:
             if before is _State.ENDED:
                 break
             self._read(token_id)
+            if self._num_left:
+                self._num_left -= 1
             if before is not _State.TEXT or self._state is not _State.TEXT:  # most tokens are text, and this runs for each
                 was_reasoning = before in _THINKING
                 self._num_reasoning_tokens += was_reasoning or self.in_reasoning
@@ -298,7 +313,7 @@ class ChatReader:
         self._emit(ReasoningPiece(text))
 
     def _add_text(self, text: str, *, malformed: bool = False) -> None:
-        text, is_hit = self._stops.push(text)
+        text, is_hit = (text, False) if self._num_left else self._stops.push(text)
         self._emit_text(text, malformed)
         if is_hit:
             self._state, self._has_ended = _State.ENDED, True

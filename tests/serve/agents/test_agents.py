@@ -224,6 +224,16 @@ def test_min_tokens_in_every_api(tiny: Running, mark: Callable[[str], str]) -> N
     assert "min_tokens" in response.json()["error"]["message"]
 
 
+def test_no_stop_string_ends_an_answer_before_min_tokens(tiny: Running) -> None:
+    letters = list("abcdefghijklmnopqrstuvwxyz ")[:16]
+    fields: Any = {"max_tokens": 20, "temperature": 1.0, "seed": 5, "ignore_eos": True, "stop": letters}
+    for least in (0, 9):
+        usage = tiny.chat(messages=HELLO, **fields, min_tokens=least).json()["usage"]
+        plain = tiny.http.post("/v1/completions", json={"model": "gemma", "prompt": "x", **fields, "min_tokens": least}).json()
+        found = [usage["completion_tokens"], plain["usage"]["completion_tokens"]]
+        assert (min(found) > 9) if least else (max(found) < 9)
+
+
 def test_a_form_that_is_complete_ends_before_min_tokens(tiny: Running) -> None:
     fields: Any = {"messages": HELLO, "min_tokens": 30, "max_tokens": 60, "guided_choice": ["red", "green"]}
     answer = tiny.chat(**fields).json()
