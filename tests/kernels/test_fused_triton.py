@@ -5,6 +5,7 @@ The tests use float32 and small sizes.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +33,7 @@ else:
     from culet.kernels.eager import ops as eager_ops
     from culet.kernels.eager import sampling as eager_sampling
     from culet.kernels.eager import towers as eager_towers
+    from culet.kernels.triton.attention.patch_retries import describe_patch_retries
     from culet.kernels.triton.experts import expert_mlp, route
     from culet.kernels.triton.linear import few_tokens
     from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile
@@ -128,6 +130,35 @@ else:
         for got, wanted in zip(patches.patch_qkv(*arguments), expected, strict=True):
             assert_close(got, wanted)
         assert [x.shape[0] for x in patches.patch_qkv(projected[:0], *arguments[1:])] == [0, 0, 0]
+
+    def test_padding_of_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+        """With padding, the values of a head are followed by a 1, and everything else by zeros."""
+        monkeypatch.setattr(patches, "head_pitch", lambda x, head_dim: head_dim + 5)
+        rope = eager_ops.rope(torch.arange(3), torch.rand(12))
+        q, k, v = patches.patch_qkv(torch.randn(3, 3 * 2 * 24), torch.rand(2, 24), rope, 2, EPS)
+        padding = torch.stack([x.as_strided((3, 2, 29), (58, 29, 1), x.storage_offset())[..., 24:] for x in (q, k, v)])
+        assert padding[2, ..., 0].eq(1).all()
+        padding[2, ..., 0] = 0
+        assert padding.eq(0).all()
+
+    def test_patch_retries() -> None:
+        """Tiles with a row that asks for it are computed with a maximum. The others stay as they are."""
+        lengths, heads, size, rows = [21, 21], 2, 24, 8
+        q, k, v = torch.randn(3, 5 + sum(lengths), heads, 32)[..., :size].unbind(0)  # five rows belong to other images
+        q *= 20  # scores in the hundreds
+        out = torch.full((5 + sum(lengths), heads, size), float("nan"))
+        retry = torch.zeros(2 * heads * 4, rows, dtype=torch.int8)  # four tiles per head and image
+        retry[::3, 2] = 1
+        describe_patch_retries(retry, q, k, v, out, 5, 21).run()
+        expected = eager_towers.patch_attention(q[5:], k[5:], v[5:], lengths).unflatten(0, (2, 21)).transpose(1, 2)
+        got = out[5:].unflatten(0, (2, 21)).transpose(1, 2)
+        for tile, (image, head, query) in enumerate(itertools.product(range(2), range(heads), range(0, 32, rows))):
+            part = image, head, slice(query, query + rows)
+            if tile % 3:
+                assert got[part].isnan().all()
+            elif query < 21:
+                assert_close(got[part], expected[part])
+        assert out[:5].isnan().all()
 
     def test_clipped_gelu_mul() -> None:
         gate_up, bounds = torch.randn(5, 2 * 1100), torch.tensor([[-0.5, 1.0], [-0.7, 0.8], [0.01, 0.6]])

@@ -9,8 +9,9 @@ Shapes: T patches of all images · V values of a patch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 
 import numpy as np
@@ -50,18 +51,17 @@ def pack_images(items: Sequence[MediaItem], patch: int, pooling: int, num_positi
     lengths = [rows * columns * pooling**2 for rows, columns in grids]
     pixels = _to_device([item.data for item in items], device)
     size = CHANNELS * patch**2
-    patches_TV = torch.empty(sum(lengths), size, dtype=torch.uint8, device=device)
+    levels_TV = torch.empty(sum(lengths), size, dtype=torch.int32, device=device)
     first_patch = first_byte = 0
     for item, (rows, columns), length in zip(items, grids, lengths, strict=True):
         image = pixels[first_byte : first_byte + length * size].view(rows, pooling, patch, columns, pooling, patch, CHANNELS)
-        target = patches_TV[first_patch : first_patch + length]
+        target = levels_TV[first_patch : first_patch + length]
         target.view(rows, columns, pooling, pooling, patch, patch, CHANNELS).copy_(image.permute(0, 3, 1, 4, 2, 5, 6))
+        if item.kind is MediaKind.VIDEO:
+            target.add_(_LEVELS)
         first_patch, first_byte = first_patch + length, first_byte + len(item.data)
-    places = np.concatenate([_places(rows, columns, pooling) for rows, columns in grids], axis=1)
-    is_frame = np.repeat([item.kind is MediaKind.VIDEO for item in items], lengths)
-    facts_3T = _to_device([np.concatenate((places, _LEVELS * is_frame[None].astype(np.int64))).tobytes()], device)
-    x_T, y_T, offset_T = facts_3T.view(torch.int64).view(3, -1)
-    return PackedImages(patches_TV.int().add_(offset_T[:, None].int()), x_T, y_T, lengths)
+    x_T, y_T = torch.cat([_places(rows, columns, pooling, device) for rows, columns in grids], 1)
+    return PackedImages(levels_TV, x_T, y_T, lengths)
 
 
 def pack_rows(items: Sequence[MediaItem], num_columns: int, device: torch.device) -> tuple[Tensor, list[int]]:
@@ -93,18 +93,27 @@ def _misfit(item: MediaItem, expected: str) -> InternalError:
 
 
 @lru_cache(maxsize=64)
-def _places(rows: int, columns: int, pooling: int) -> np.ndarray:
+def _places(rows: int, columns: int, pooling: int, device: torch.device) -> Tensor:
     """Return the column and the row of each patch of an image, int64 [2, T], soft token by soft token."""
-    y, x = np.mgrid[: rows * pooling, : columns * pooling]
-    blocks = np.stack((x, y)).reshape(2, rows, pooling, columns, pooling)
-    return blocks.transpose(0, 1, 3, 2, 4).reshape(2, -1).astype(np.int64)
+    y, x = torch.meshgrid(torch.arange(rows * pooling), torch.arange(columns * pooling), indexing="ij")
+    blocks = torch.stack((x, y)).view(2, rows, pooling, columns, pooling)
+    return blocks.transpose(2, 3).reshape(2, -1).to(device)
 
 
 def _to_device(parts: Sequence[bytes], device: torch.device) -> Tensor:
     """Return the joined parts on the device. This does not wait for the copy."""
     host = torch.empty(sum(map(len, parts)), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    target, begin = host.numpy(), 0
-    for part in parts:
-        target[begin : begin + len(part)] = np.frombuffer(part, dtype=np.uint8)
-        begin += len(part)
+    target, begins = host.numpy(), np.cumsum([0, *map(len, parts)])
+
+    def copy(index: int) -> None:
+        target[begins[index] : begins[index + 1]] = np.frombuffer(parts[index], dtype=np.uint8)
+
+    for _ in map(copy, range(len(parts))) if len(parts) == 1 else _copiers().map(copy, range(len(parts))):
+        pass
     return host.to(device, non_blocking=True)
+
+
+@cache
+def _copiers() -> ThreadPoolExecutor:
+    """Return threads that copy. One core would need longer to copy eight images than to launch the tower's first kernels."""
+    return ThreadPoolExecutor(4, thread_name_prefix="pack-images")

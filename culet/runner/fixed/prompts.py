@@ -41,6 +41,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 SIZES = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+WEIGHT_BYTES = 2  # of bfloat16
 LAYER_SECONDS = 6e-4  # time that the host needs to launch a layer, measured beside an H200
 MIN_TAIL_LAYERS = 4  # a tail with fewer layers is launched quickly enough
 
@@ -48,10 +49,12 @@ MIN_TAIL_LAYERS = 4  # a tail with fewer layers is launched quickly enough
 def prompt_sizes(spec: ModelSpec, limit: int, arch: Arch) -> tuple[int, ...]:
     """Return the sizes of up to `limit` tokens at which the host needs longer to launch a layer than the GPU to run it."""
     weights = text_weights(spec)
-    used = weights["attention"] + weights["dense MLP"]
+    used, spare = weights["attention"] + weights["dense MLP"], len(spec.layers) * LAYER_SECONDS
     if spec.moe is not None:
-        used += weights["routed experts"] * spec.moe.top_k // spec.moe.num_experts
-    longest = len(spec.layers) * LAYER_SECONDS * arch.rates.flops_per_s / (2 * used)
+        experts = weights["routed experts"]
+        used += experts * spec.moe.top_k // spec.moe.num_experts
+        spare -= WEIGHT_BYTES * experts / arch.rates.bytes_per_s  # even a short prompt reads every expert, for few tokens each
+    longest = spare * arch.rates.flops_per_s / (2 * used)
     return tuple(size for size in SIZES if size <= min(limit, longest))
 
 

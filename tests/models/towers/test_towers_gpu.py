@@ -42,20 +42,46 @@ def test_patch_qkv(heads, size, is_bounded):
         assert torch.allclose(got.float(), wanted.float(), atol=2e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("lengths", [[2520], [630, 630, 9], [129, 64, 128, 257]], ids=str)
-def test_patch_attention(lengths):
-    from culet.kernels.triton.attention import hopper_patches
+def padded_heads(num_patches: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return random queries, keys and values with 16 heads of 72, and the padding that `patch_qkv` writes."""
+    from culet.kernels.triton.attention.hopper_patches import head_pitch
 
-    pitch = hopper_patches.head_pitch(torch.empty(0, device=GPU, dtype=torch.bfloat16), 72)
-    qkv = torch.zeros(3, sum(lengths), 16, pitch, device=GPU, dtype=torch.bfloat16)
-    qkv[..., :72] = torch.randn(3, sum(lengths), 16, 72, device=GPU)
+    qkv = torch.zeros(3, num_patches, 16, head_pitch(torch.empty(0, device=GPU, dtype=torch.bfloat16), 72), device=GPU)
+    qkv[..., :72] = torch.randn(3, num_patches, 16, 72, device=GPU)
     qkv[:2] *= 0.5
-    q, k, v = qkv[..., :72].unbind(0)
-    got = hopper_patches.patch_attention(q, k, v, lengths)
-    want = eager.patch_attention(q.float(), k.float(), v.float(), lengths)
-    error = (got.float() - want).norm(dim=-1) / want.norm(dim=-1)
-    assert float(error.max()) < 5e-3
+    qkv[2, ..., 72:73] = 1
+    q, k, v = qkv.to(torch.bfloat16)[..., :72].unbind(0)
+    return q, k, v
+
+
+def attention_error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> float:
+    """Return the error of the worst row, relative to its norm."""
+    from culet.kernels.triton.attention.hopper_patches import patch_attention
+
+    got = patch_attention(q, k, v, lengths)
     assert got.is_contiguous()
+    want = eager.patch_attention(q.float(), k.float(), v.float(), lengths)
+    return float(((got.float() - want).norm(dim=-1) / want.norm(dim=-1)).max())
+
+
+LENGTHS = [[2520], [630, 630, 9], [129, 64, 128, 257]]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_patch_attention(lengths):
+    assert attention_error(*padded_heads(sum(lengths)), lengths) < 5e-3
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("shift", [-400.0, -95.0, 60.0, 95.0, 400.0])
+def test_scores_beyond_float32(lengths, shift):
+    """The weights of some rows are too large or too small for float32. Only these are computed again."""
+    q, k, v = padded_heads(sum(lengths))
+    k[..., 0] = 1
+    q[..., 0] = 0
+    q[::7, 3, 0] = shift  # added to every score of these rows, which changes no weight
+    q[5, 9] *= 40  # scores between -300 and 300
+    assert attention_error(q, k, v, lengths) < 6e-3  # the worst of up to 40,000 rows
 
 
 def test_clipped_gelu_mul():

@@ -37,7 +37,7 @@ def _patch_qkv_kernel(
     N: tl.constexpr, H: tl.constexpr, PITCH: tl.constexpr, eps: tl.constexpr, HAS_BOUNDS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Prepare all heads of one patch: its queries, keys or values. `out` is [3, T, N, PITCH], with zeros from column H on."""
+    """Prepare all heads of one patch: its queries, keys or values. `out` is [3, T, N, PITCH]."""
     enter(PDL)
     token, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads, half = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_H)[None, :]
@@ -63,7 +63,8 @@ def _patch_qkv_kernel(
     tl.store(to, first.to(out.dtype.element_ty), mask=inside)
     tl.store(to + HALF, second.to(out.dtype.element_ty), mask=inside)
     if PITCH > H:
-        tl.store(to + H, tl.zeros_like(first).to(out.dtype.element_ty), mask=(heads < N) & (half < PITCH - H))
+        padding = tl.where((half == 0) & (kind == 2), 1.0, tl.zeros_like(first))
+        tl.store(to + H, padding.to(out.dtype.element_ty), mask=(heads < N) & (half < PITCH - H))
 
 
 @triton.jit
@@ -90,7 +91,7 @@ def describe_patch_qkv(
     arguments |= {"T": num_patches, "N": num_heads, "H": size, "PITCH": out.shape[3], "eps": eps}
     arguments["HAS_BOUNDS"] = bounds_32 is not None
     arguments |= {"BLOCK_N": next_power_of_2(num_heads), "BLOCK_H": next_power_of_2(size // 2), "PDL": pdl}
-    return Launch(_patch_qkv_kernel, (num_patches, 3), arguments, options(4, pdl))
+    return Launch(_patch_qkv_kernel, (num_patches, 3), arguments, options(1, pdl))
 
 
 def describe_clipped_gelu(gate_up_TX: Tensor, bounds_32: Tensor, y_TF: Tensor, pdl: bool) -> Launch:
@@ -107,8 +108,8 @@ def patch_qkv(
     """Return queries, keys and values [T, N, H] of patches. The columns are q | k | v.
 
     With n = projected head / rms, q = rope(n * weight[0]), k = rope(n * weight[1]) and v = n. Rope turns all columns. The
-    projected values are first clamped to `bounds_32`, with a row each for q, k and v. In memory, heads have the padding that
-    `patch_attention` reads.
+    projected values are first clamped to `bounds_32`, with a row each for q, k and v. In memory, heads may have padding,
+    which `patch_attention` reads: a 1 after the values of each head, so that it adds up their weights, and zeros.
     """
     size = weight_2H.shape[1]
     out = qkv_TX.new_empty(3, qkv_TX.shape[0], num_heads, head_pitch(qkv_TX, size))
