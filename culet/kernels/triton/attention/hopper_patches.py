@@ -2,7 +2,7 @@
 
 torch's kernels pad heads of 72 to 128 columns. Here they have 80: a part of 64 and a part of 16, because the sides of a tile
 are powers of 2. A program has 64 queries for each of two computing warpgroups, and a warp that fetches tiles of keys and
-values with the bulk copy engine. While one warpgroup multiplies, the other one turns scores into weights.
+values with the bulk copy engine. While one warpgroup turns scores into weights, the other one multiplies.
 
 Weights are e^score, without subtracting a maximum first. The norms of queries and keys keep scores small, and float32 and
 bfloat16 hold e^80. The padding after a head's values starts with a 1, so multiplying the values also adds up the weights. If
@@ -109,84 +109,75 @@ def _score(q, k, M: gl.constexpr, BN: gl.constexpr, S_LAYOUT: gl.constexpr):
     return warpgroup_mma(q.narrow, k.narrow.permute((1, 0)), s, is_async=True)
 
 
-class _Sums(NamedTuple):
+class _State(NamedTuple):
     """The state of a computing warpgroup."""
 
-    wide: Any  # weighted values
+    s: Any  # scores of the next tile
+    wide: Any  # weighted values of earlier tiles
     narrow: Any
-    p: Any  # weights of the next tile
 
 
 @gluon.jit
-def _weigh(s, num_keys, dtype: gl.constexpr, MASKED: gl.constexpr, BN: gl.constexpr, S_LAYOUT: gl.constexpr):
-    """Return the weights of a tile of `num_keys` keys."""
-    if MASKED:
-        is_key = gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT)) < num_keys
-        s = gl.where(gl.expand_dims(is_key, 0), s, float("-inf"))
+def _weigh(s, dtype: gl.constexpr):
+    """Return the weights of a tile."""
     return gl.exp2(s * LOG2E).to(dtype)
 
 
 @gluon.jit
-def _multiply(sums, v, O_LAYOUT: gl.constexpr, X_LAYOUT: gl.constexpr):
+def _multiply(p, v, wide, narrow, O_LAYOUT: gl.constexpr, X_LAYOUT: gl.constexpr):
     """Start adding the weighted values of a tile."""
-    p = sums.p
-    wide = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, O_LAYOUT, 2)), v.wide, sums.wide, is_async=True)
-    narrow = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, X_LAYOUT, 2)), v.narrow, sums.narrow, is_async=True)
+    wide = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, O_LAYOUT, 2)), v.wide, wide, is_async=True)
+    narrow = warpgroup_mma(gl.convert_layout(p, gl.DotOperandLayout(0, X_LAYOUT, 2)), v.narrow, narrow, is_async=True)
     return wide, narrow
 
 
 @gluon.jit
 def _step(
-    q, k, v, full_k, full_v, empty_k, empty_v, order, sums, count, num_keys,
-    MASKED: gl.constexpr, GROUP: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    q, k, v, full_k, full_v, empty_k, empty_v, state, count,
+    M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the values of tile `count`, and score and weigh tile count + 1, of `num_keys` keys."""
+    """Weigh tile `count` and multiply its values. Score tile count + 1."""
     stage = count % STAGES
     after = (count + 1) % STAGES
+    p = _weigh(state.s, q.wide.dtype)
     mbarrier.wait(full_k.index(after), ((count + 1) // STAGES) & 1)
-    # The warpgroups take turns, so that one weighs while the other one multiplies.
-    mbarrier.wait(order.index(GROUP), (count & 1) ^ (1 - GROUP))
-    s = _score(q, _tile_of(k, after), M, BN, S_LAYOUT)
     mbarrier.wait(full_v.index(stage), (count // STAGES) & 1)
-    wide, narrow = _multiply(sums, _tile_of(v, stage), O_LAYOUT, X_LAYOUT)
-    mbarrier.arrive(order.index(1 - GROUP), count=1)
-    s = warpgroup_mma_wait(2, deps=(s,))
+    wide, narrow = _multiply(p, _tile_of(v, stage), state.wide, state.narrow, O_LAYOUT, X_LAYOUT)
+    s = _score(q, _tile_of(k, after), M, BN, S_LAYOUT)
+    s, wide, narrow = warpgroup_mma_wait(0, deps=(s, wide, narrow))
     gl.thread_barrier()
     mbarrier.arrive(empty_k.index(after), count=1)
-    p = _weigh(s, num_keys, q.wide.dtype, MASKED, BN, S_LAYOUT)
-    wide, narrow = warpgroup_mma_wait(0, deps=(wide, narrow))
-    gl.thread_barrier()
     mbarrier.arrive(empty_v.index(stage), count=1)
-    return _Sums(wide, narrow, p)
+    return _State(s, wide, narrow)
 
 
 @gluon.jit
 def _store(
-    sums, OUT, RETRY, rows, num_rows, stride, x,
+    wide, narrow, OUT, RETRY, rows, num_rows, stride, x,
     HEAD: gl.constexpr, M: gl.constexpr, O_LAYOUT: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Store the rows' attention, and for each row whether it must be retried. Rows from `num_rows` on are of the next image."""
     row = gl.arange(0, M, gl.SliceLayout(1, X_LAYOUT))
     column = gl.arange(0, 16, gl.SliceLayout(0, X_LAYOUT))
     is_one = gl.expand_dims(column == HEAD - 64, 0)  # the values have a 1 there
-    total = gl.sum(gl.where(is_one, sums.narrow, 0.0), 1)
+    total = gl.sum(gl.where(is_one, narrow, 0.0), 1)
     is_retried = ((total < LEAST_TOTAL) | ~(total < MOST_TOTAL)) & (row < num_rows)
     gl.store(RETRY + row, is_retried.to(gl.int8))
     scale = 1.0 / total
     offsets = gl.expand_dims((rows + row).to(gl.int64) * stride, 1) + gl.expand_dims(x + 64 + column, 0)
     is_inside = gl.expand_dims(row < num_rows, 1) & gl.expand_dims(column < HEAD - 64, 0)
-    gl.store(OUT + offsets, (sums.narrow * gl.expand_dims(scale, 1)).to(OUT.dtype.element_ty), mask=is_inside)
+    gl.store(OUT + offsets, (narrow * gl.expand_dims(scale, 1)).to(OUT.dtype.element_ty), mask=is_inside)
     row = gl.arange(0, M, gl.SliceLayout(1, O_LAYOUT))
     column = gl.arange(0, 64, gl.SliceLayout(0, O_LAYOUT))
     offsets = gl.expand_dims((rows + row).to(gl.int64) * stride, 1) + gl.expand_dims(x + column, 0)
-    wide = sums.wide * gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, O_LAYOUT)), 1)
+    wide = wide * gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, O_LAYOUT)), 1)
     gl.store(OUT + offsets, wide.to(OUT.dtype.element_ty), mask=gl.expand_dims(row < num_rows, 1))
 
 
 @gluon.jit
 def _compute(
-    q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, full_q, full_k, full_v, empty_k, empty_v, order,
+    q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, full_q, full_k, full_v, empty_k, empty_v,
     OUT, RETRY, begin, length, num_heads, num_tiles, out_stride,
     GROUP: gl.constexpr, HEAD: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -196,7 +187,6 @@ def _compute(
     X_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
     head, first, query = _place(begin, length, num_heads, num_tiles, 2 * M)
     query += GROUP * M
-    num_key_tiles = (length + BN - 1) // BN
     q = _Parts(q_wide.index(GROUP), q_narrow.index(GROUP))
     k = _Parts(k_wide, k_narrow)
     v = _Parts(v_wide, v_narrow)
@@ -206,26 +196,20 @@ def _compute(
     s = warpgroup_mma_wait(0, deps=(s,))
     gl.thread_barrier()
     mbarrier.arrive(empty_k.index(0), count=1)
-    p = _weigh(s, length, q_wide.dtype, True, BN, S_LAYOUT)
-    sums = _Sums(gl.zeros([M, 64], gl.float32, O_LAYOUT), gl.zeros([M, 16], gl.float32, X_LAYOUT), p)
-    for count in range(num_key_tiles - 2):
-        sums = _step(
-            q, k, v, full_k, full_v, empty_k, empty_v, order, sums, count, BN,
-            False, GROUP, M, BN, STAGES, S_LAYOUT, O_LAYOUT, X_LAYOUT,
+    state = _State(s, gl.zeros([M, 64], gl.float32, O_LAYOUT), gl.zeros([M, 16], gl.float32, X_LAYOUT))
+    last = (length - 1) // BN
+    for count in range(last):
+        state = _step(
+            q, k, v, full_k, full_v, empty_k, empty_v, state, count,
+            M, BN, STAGES, S_LAYOUT, O_LAYOUT, X_LAYOUT,
         )  # fmt: skip
-    for count in range(gl.maximum(num_key_tiles - 2, 0), num_key_tiles - 1):
-        num_keys = length - (count + 1) * BN
-        sums = _step(
-            q, k, v, full_k, full_v, empty_k, empty_v, order, sums, count, num_keys,
-            True, GROUP, M, BN, STAGES, S_LAYOUT, O_LAYOUT, X_LAYOUT,
-        )  # fmt: skip
-    stage = (num_key_tiles - 1) % STAGES
-    mbarrier.wait(full_v.index(stage), ((num_key_tiles - 1) // STAGES) & 1)
-    wide, narrow = _multiply(sums, _tile_of(v, stage), O_LAYOUT, X_LAYOUT)
+    is_key = gl.arange(0, BN, gl.SliceLayout(0, S_LAYOUT)) < length - last * BN
+    p = _weigh(gl.where(gl.expand_dims(is_key, 0), state.s, float("-inf")), q_wide.dtype)
+    mbarrier.wait(full_v.index(last % STAGES), (last // STAGES) & 1)
+    wide, narrow = _multiply(p, _tile_of(v, last % STAGES), state.wide, state.narrow, O_LAYOUT, X_LAYOUT)
     wide, narrow = warpgroup_mma_wait(0, deps=(wide, narrow))
     retry = RETRY + (2 * gl.program_id(0) + GROUP) * M
-    sums = _Sums(wide, narrow, p)
-    _store(sums, OUT, retry, first + query, length - query, out_stride, head * HEAD, HEAD, M, O_LAYOUT, X_LAYOUT)
+    _store(wide, narrow, OUT, retry, first + query, length - query, out_stride, head * HEAD, HEAD, M, O_LAYOUT, X_LAYOUT)
 
 
 @gluon.jit(do_not_specialize=["begin", "length", "num_heads", "num_tiles"])
@@ -249,10 +233,8 @@ def _patch_attention_kernel(
     full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     for group in gl.static_range(2):
         mbarrier.init(full_q.index(group), count=1)
-        mbarrier.init(order.index(group), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full_k.index(stage), count=1)
         mbarrier.init(full_v.index(stage), count=1)
@@ -262,11 +244,11 @@ def _patch_attention_kernel(
     gl.warp_specialize(
         [
             (_compute, (
-                q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, full_q, full_k, full_v, empty_k, empty_v, order,
+                q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, full_q, full_k, full_v, empty_k, empty_v,
                 OUT, RETRY, begin, length, num_heads, num_tiles, out_stride, 0, HEAD, M, BN, STAGES,
             )),
             (_compute, (
-                q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, full_q, full_k, full_v, empty_k, empty_v, order,
+                q_wide, q_narrow, k_wide, k_narrow, v_wide, v_narrow, full_q, full_k, full_v, empty_k, empty_v,
                 OUT, RETRY, begin, length, num_heads, num_tiles, out_stride, 1, HEAD, M, BN, STAGES,
             )),
             (_fetch, (
