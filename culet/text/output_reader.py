@@ -39,19 +39,15 @@ _ROLE = "model\n"
 
 
 class PlainReader:
-    """Reads the output of a plain completion, without thoughts or tool calls. Special tokens produce no text.
-
-    Stop strings count after the first `min_tokens` tokens.
-    """
+    """Reads the output of a plain completion, without thoughts or tool calls. Special tokens produce no text."""
 
     in_reasoning = False
 
     def __init__(
         self, tokenizer: Tokenizer, *, end_ids: Collection[int] = (), stop: Sequence[str] = (), min_tokens: int = 0
     ) -> None:
-        self._num_left = min_tokens  # tokens that no stop string ends
         self._decoder = IncrementalDecoder(tokenizer)
-        self._stops = StopMatcher(stop)
+        self._stops = StopMatcher(stop, min_tokens)
         self._end_ids = frozenset(end_ids)
         self._texts: list[str] = []
         self.has_ended = False
@@ -66,11 +62,8 @@ class PlainReader:
                 texts.append(self._flush())
                 self.has_ended = True
             else:
-                text = self._decoder.push((token_id,))
-                if self._num_left:
-                    self._num_left -= 1
-                else:
-                    text, self.has_ended = self._stops.push(text)
+                text, self.has_ended = self._stops.push(self._decoder.push((token_id,)))
+                self._stops.count_token()
                 texts.append(text)
         return self._pieces("".join(texts))
 
@@ -131,8 +124,8 @@ class ChatReader:
     """Reads one sample of a chat. `prompt_ids` show whether the output starts inside a thought.
 
     `schemas` maps tool names to the JSON schemas of their parameters (see `tool_schemas`), which decide what bare words mean.
-    Tokens in `end_ids` also end the turn. With `ignore_end`, no token ends it. A `stop` string in the text ends the turn, but
-    not within the first `min_tokens` tokens.
+    Tokens in `end_ids` also end the turn. With `ignore_end`, no token ends it. A `stop` string in the text ends the turn
+    after the first `min_tokens` tokens.
     """
 
     def __init__(
@@ -157,8 +150,7 @@ class ChatReader:
         self._ignore_end = ignore_end
         self._make_id = make_id
         self._calls_hold = calls_hold
-        self._stops = StopMatcher(stop)
-        self._num_left = min_tokens  # tokens that no stop string ends
+        self._stops = StopMatcher(stop, min_tokens)
 
         self._state = _State.TEXT
         self._pieces: list[OutputPiece] = []
@@ -198,8 +190,7 @@ class ChatReader:
             if before is _State.ENDED:
                 break
             self._read(token_id)
-            if self._num_left:
-                self._num_left -= 1
+            self._stops.count_token()
             if before is not _State.TEXT or self._state is not _State.TEXT:  # most tokens are text, and this runs for each
                 was_reasoning = before in _THINKING
                 self._num_reasoning_tokens += was_reasoning or self.in_reasoning
@@ -313,7 +304,7 @@ class ChatReader:
         self._emit(ReasoningPiece(text))
 
     def _add_text(self, text: str, *, malformed: bool = False) -> None:
-        text, is_hit = (text, False) if self._num_left else self._stops.push(text)
+        text, is_hit = self._stops.push(text)
         self._emit_text(text, malformed)
         if is_hit:
             self._state, self._has_ended = _State.ENDED, True

@@ -7,8 +7,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import Struct
 
+from culet.errors import UnsupportedError
+from culet.serve.api.anthropic import MessagesRequest
+from culet.serve.api.fields import Refused, refuse_unsupported
+from culet.serve.api.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
+from culet.serve.api.openai.chat import ChatRequest
+from culet.serve.api.openai.completions import CompletionRequest
+from culet.serve.api.openai.responses_protocol import ResponsesRequest
 from tests.serve.conftest import ANSWER
 from tests.serve.running import Running
 
@@ -76,22 +85,22 @@ MESSAGES = ("/v1/messages", {"messages": HELLO, "max_tokens": 20})
 
 @pytest.mark.parametrize(("path", "body"), [RESPONSES, MESSAGES], ids=["responses", "messages"])
 @pytest.mark.parametrize(
-    ("fields", "name"),
+    ("fields", "problem"),
     [
-        ({"best_of": 3}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
-        ({"n": 2}, "n"),
-        ({"continue_final_message": True}, "continue_final_message"),
-        ({"bad_words": ["x"]}, "bad_words"),
-        ({"guided_choice": ["a"], "regex": "b"}, "regex"),
+        ({"best_of": 3}, "best_of: not supported"),
+        ({"suffix": "x"}, "suffix: not supported"),
+        ({"n": 2}, "n: got 2, but this API returns one answer per request"),
+        ({"continue_final_message": True}, "continue_final_message: not supported"),
+        ({"bad_words": ["x"]}, "bad_words: not supported"),
+        ({"guided_choice": ["a"], "regex": "b"}, "regex: cannot be combined with guided_choice"),
     ],
 )
 def test_fields_that_other_apis_refuse(
-    tiny: Running, path: str, body: dict[str, Any], fields: dict[str, Any], name: str
+    tiny: Running, path: str, body: dict[str, Any], fields: dict[str, Any], problem: str
 ) -> None:
     response = tiny.http.post(path, json={"model": "gemma", **body, **fields})
     assert response.status_code == 400
-    assert name in response.json()["error"]["message"]
+    assert response.json()["error"]["message"].startswith(problem)
 
 
 @pytest.mark.parametrize(("path", "body"), [RESPONSES, MESSAGES], ids=["responses", "messages"])
@@ -110,6 +119,56 @@ def test_other_apis_know_structured_outputs(
     answer = tiny.http.post(path, json={"model": "gemma", **body, **fields}).json()
     text = answer["content"][0]["text"] if path == MESSAGES[0] else answer["output"][-1]["content"][0]["text"]
     assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "problem"),
+    [
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_object"}},
+            "regex: cannot be combined with response_format",
+        ),
+        ("/v1/responses", {"text": {"format": {"type": "json_object"}}}, "regex: cannot be combined with text.format"),
+        (
+            "/v1/messages",
+            {"output_format": {"type": "json_schema", "schema": {}}},
+            "regex: cannot be combined with output_format.schema",
+        ),
+    ],
+)
+def test_two_forms(tiny: Running, path: str, fields: dict[str, Any], problem: str) -> None:
+    body = {"messages": HELLO, "input": "Hello", "max_tokens": 4, "regex": "a"}
+    response = tiny.http.post(path, json=body | fields)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, problem)
+
+
+def test_stop_sequences_count_beside_stop(fake: Running) -> None:
+    first, second = ANSWER.split()[1:3]
+    for stop, sequence in ((first, second), (second, first)):
+        fields = {"messages": HELLO, "max_tokens": 64, "stop": stop, "stop_sequences": [sequence]}
+        answer = fake.http.post("/v1/messages", json=fields).json()
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", first)
+
+
+BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, OllamaChatRequest, OllamaGenerateRequest)
+
+
+@pytest.mark.parametrize("body", [*BODIES, OllamaOptions], ids=lambda body: body.__name__)
+def test_every_refused_field_is_refused(body: type[Struct]) -> None:
+    """The type of a field is enough. No list has to name it."""
+    required: Any = {field.name: None for field in msgspec.structs.fields(body) if field.required}
+    names = [field.name for field in msgspec.structs.fields(body) if field.type == Refused]
+    assert names
+    for name in names:
+        with pytest.raises(UnsupportedError, match=rf"^{name}: not supported"):
+            refuse_unsupported(body(**required, **{name: msgspec.Raw(b'"x"')}))
+
+
+def test_refused_fields_inside_others() -> None:
+    options = OllamaOptions(tfs_z=msgspec.Raw(b"0.5"))
+    with pytest.raises(UnsupportedError, match=r"^options\.tfs_z: not supported"):
+        refuse_unsupported(OllamaChatRequest(model="gemma", options=options))
 
 
 def test_fields_of_one_api(tiny: Running) -> None:

@@ -225,8 +225,7 @@ def test_min_tokens_in_every_api(tiny: Running, mark: Callable[[str], str]) -> N
 
 
 def test_no_stop_string_ends_an_answer_before_min_tokens(tiny: Running) -> None:
-    letters = list("abcdefghijklmnopqrstuvwxyz ")[:16]
-    fields: Any = {"max_tokens": 20, "temperature": 1.0, "seed": 5, "ignore_eos": True, "stop": letters}
+    fields: Any = {"max_tokens": 20, "temperature": 1.0, "seed": 5, "ignore_eos": True, "stop": list("abcdefghijklmnop")}
     for least in (0, 9):
         usage = tiny.chat(messages=HELLO, **fields, min_tokens=least).json()["usage"]
         plain = tiny.http.post("/v1/completions", json={"model": "gemma", "prompt": "x", **fields, "min_tokens": least}).json()

@@ -34,7 +34,6 @@ from culet.serve.api.fields import (
     Text,
     TextPart,
     ToolName,
-    refuse_given,
     sampling_params,
     thinking_of,
 )
@@ -138,12 +137,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     continue_final_message: bool = False  # the answer continues the last message, which is the assistant's
     mm_processor_kwargs: MediaFields | None = None
     chat_template: UnsetType | None = UNSET  # a template is a program, so requests cannot send one
-
-    def refuse(self) -> None:
-        super().refuse()
-        refuse_given(self, ("thinking",))
-        if self.reasoning is not None:
-            refuse_given(self.reasoning, ("exclude",), "reasoning.")
 
 
 class CalledFunction(Struct):
@@ -256,16 +249,14 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
     if max_tokens == 0:
         raise BadRequest("max_tokens: got 0, expected at least 1")
     num_top = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(service, body, max_tokens=max_tokens, logprobs=num_top)
-    if num_top is not None and max_tokens is not None:
-        num_tokens = params.n * min(max_tokens, service.rules.max_model_len)
-        service.answers.check(chat_size(num_tokens, num_top), "logprobs")
     options = body.chat_template_kwargs
     asked = body.reasoning or Reasoning()
     is_on = options.enable_thinking if options is not None and options.enable_thinking is not None else asked.enabled
     thinking = thinking_of(service, effort=body.reasoning_effort or asked.effort, budget=asked.max_tokens, is_on=is_on)
-    if body.thinking_token_budget is None and thinking.budget is not None:
-        params = replace(params, thinking_token_budget=thinking.budget)
+    params = sampling_params(service, body, max_tokens=max_tokens, thinking_budget=thinking.budget, logprobs=num_top)
+    if num_top is not None and max_tokens is not None:
+        num_tokens = params.n * min(max_tokens, service.rules.max_model_len)
+        service.answers.check(chat_size(num_tokens, num_top), "logprobs")
     choice = body.tool_choice
     await check_chat(service, body.messages, ())  # before they are converted
     prepared = await prepare(

@@ -18,7 +18,6 @@ from culet.serve.api.fields import (
     Schema,
     Text,
     ToolName,
-    refuse_given,
 )
 from culet.structured.forms import SchemaText
 
@@ -134,10 +133,6 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     top_logprobs: Refused = UNSET
     continue_final_message: Refused = UNSET
     thinking: Refused = UNSET
-
-    def refuse(self) -> None:
-        super().refuse()
-        refuse_given(self, ("conversation", "prompt", "top_logprobs", "continue_final_message", "thinking"))
 
 
 def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
