@@ -108,7 +108,7 @@ def _response_form(response_format: ResponseFormat) -> GrammarSpec | None:
     named = response_format.json_schema
     if named is None:
         raise BadRequest("response_format.json_schema: a name and a schema are required")
-    return schema_form(named.schema_, "response_format.json_schema.schema", strict=bool(named.strict))
+    return schema_form(named.schema_, "response_format", strict=bool(named.strict))
 
 
 def any_object(field: str) -> GrammarSpec:

@@ -133,7 +133,7 @@ def test_other_apis_know_structured_outputs(
         (
             "/v1/messages",
             {"output_format": {"type": "json_schema", "schema": {}}},
-            "regex: cannot be combined with output_format.schema",
+            "regex: cannot be combined with output_format",
         ),
     ],
 )
