@@ -206,10 +206,20 @@ def test_continue_the_last_message(tiny: Running, encode: Callable[[str], list[i
     answer = tiny.chat(messages=said, **fields).json()
     assert answer["usage"]["prompt_tokens"] == len(prompt)
     assert answer["choices"][0]["message"]["content"] == completion(tiny, prompt)
-    parts = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Once upon a "}]}]
+    parts = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Once upon a"}]}]
     assert tiny.chat(messages=parts, **fields).json()["choices"] == answer["choices"]
     body = {"messages": said, "add_generation_prompt": False, "continue_final_message": True}
     assert tiny.http.post("/tokenize", json=body).json()["tokens"] == prompt
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\n\n  ", "\t"])
+def test_an_answer_continues_after_the_last_space(tiny: Running, encode: Callable[[str], list[int]], space: str) -> None:
+    """Gemma's template trims messages, but a continued one ends where its text ends."""
+    messages = [*HELLO, {"role": "assistant", "content": f"Once upon a{space}"}]
+    prompt = encode(f"<bos><|turn>user\nHello<turn|>\n<|turn>model\nOnce upon a{space}")
+    body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+    assert tiny.http.post("/tokenize", json=body).json()["tokens"] == prompt
+    assert tiny.http.post("/v1/messages/count_tokens", json={"messages": messages}).json() == {"input_tokens": len(prompt)}
 
 
 @pytest.mark.parametrize("text", ["turn", "a |>", "model", "a <turn|>"])
