@@ -134,6 +134,7 @@ class MessagesRequest(Conversation, kw_only=True):
     reasoning_effort: Refused = UNSET
     reasoning: Refused = UNSET
     constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
+    unmarked_tool_calls: bool | None = None  # calls of declared tools count without the tokens around them
 
 
 class AnthropicUsage(Struct):
@@ -157,7 +158,7 @@ class AnthropicAnswer(Struct):
     usage: AnthropicUsage
     type: str = "message"
     role: str = "assistant"
-    warning: str | UnsetType = UNSET  # why an answer that has ended is empty
+    warning: str | UnsetType = UNSET  # begins with empty_after_thinking, which clients would not accept as a stop reason
 
 
 class TokenCount(Struct):
@@ -231,6 +232,7 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
         tools=_tools(body),
         tool_choice="auto" if choice is None else names.get(choice.type, f"={choice.name}"),
         constrain_tool_calls=body.constrain_tool_calls,
+        unmarked_tool_calls=body.unmarked_tool_calls,
         single_call=choice is not None and choice.disable_parallel_tool_use,
         enable_thinking=_thinking(body),
         continued=prefilled(messages[-1]),
@@ -240,8 +242,8 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
 
 def _form(body: MessagesRequest, config: OutputConfig) -> GrammarSpec | None:
     if body.output_format is not None:
-        return schema_form(body.output_format.schema_, "output_format.schema", strict=True)
-    return None if config.format is None else schema_form(config.format.schema_, "output_config.format.schema", strict=True)
+        return schema_form(body.output_format.schema_, "output_format", strict=True)
+    return None if config.format is None else schema_form(config.format.schema_, "output_config.format", strict=True)
 
 
 # From Anthropic's messages to chat messages

@@ -41,7 +41,7 @@ from culet.serve.api.openai.answers import ChatLogprobs, Usage, chat_entries, ch
 from culet.serve.generation import Generation
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all
-from culet.text.output import OutputDelta
+from culet.text.output import OutputDelta, stop_reason_of
 from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece, call_part
 from culet.types import SamplingParams
 
@@ -129,6 +129,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = True
     constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
+    unmarked_tool_calls: bool | None = None  # calls of declared tools count without the tokens around them
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     thinking: Refused = UNSET  # Anthropic's name
@@ -162,7 +163,8 @@ class Choice(Struct):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
-    warning: str | UnsetType = UNSET  # why an answer that has ended is empty
+    stop_reason: str | UnsetType = UNSET  # empty_after_thinking, which clients would not accept as a finish reason
+    warning: str | UnsetType = UNSET  # the same as a sentence
 
 
 class ChatAnswer(Struct):
@@ -191,7 +193,14 @@ async def chat(service: Service, request: Request) -> Response:
         return await _answer_with_logprobs(service, request, prepared, open_generation, model)
     (generation,) = await run_all(request, [open_generation])
     choices = [
-        Choice(index, _message(sample.output()), None, sample.finish_reason or "stop", sample.warning or UNSET)
+        Choice(
+            index,
+            _message(sample.output()),
+            None,
+            sample.finish_reason or "stop",
+            sample.stop_reason or UNSET,
+            sample.warning or UNSET,
+        )
         for index, sample in enumerate(generation.samples)
     ]
     return json_response(ChatAnswer(_new_id(), int(time.time()), model, choices, usage_of([generation])))
@@ -266,6 +275,7 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
         tools=[tool_fields(tool) for tool in body.tools or ()],
         tool_choice=f"={choice.function.name}" if isinstance(choice, NamedChoice) else choice or "auto",
         constrain_tool_calls=body.constrain_tool_calls,
+        unmarked_tool_calls=body.unmarked_tool_calls,
         single_call=body.parallel_tool_calls is False,
         enable_thinking=thinking.is_on,
         options={"preserve_thinking": True} if options is not None and options.preserve_thinking else None,
@@ -387,7 +397,10 @@ class _Chunks:
 
 def _finish(reason: str, warning: str) -> bytes:
     """Return the last fields of a choice."""
-    return b'"finish_reason":"%s"' % reason.encode() + (b',"warning":' + encoder.encode(warning) if warning else b"")
+    finish = b'"finish_reason":"%s"' % reason.encode()
+    if not warning:
+        return finish
+    return b'%s,"stop_reason":%s,"warning":%s' % (finish, encoder.encode(stop_reason_of(warning)), encoder.encode(warning))
 
 
 def _delta_fields(piece: OutputPiece, repeats_ids: bool) -> Iterator[bytes]:

@@ -62,7 +62,8 @@ class ResponsesAnswer(Struct, kw_only=True):
     usage: ResponsesUsage | None = None
     incomplete_details: dict[str, str] | None = None
     error: dict[str, str] | None = None
-    warning: str | UnsetType = UNSET  # why an answer that has ended is empty
+    stop_reason: str | UnsetType = UNSET  # empty_after_thinking, which is no reason in incomplete_details
+    warning: str | UnsetType = UNSET  # the same as a sentence
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -166,6 +167,7 @@ async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[
         tools=tools,
         tool_choice=f"={choice.name}" if isinstance(choice, ResponsesToolName) else choice or "auto",
         constrain_tool_calls=body.constrain_tool_calls,
+        unmarked_tool_calls=body.unmarked_tool_calls,
         single_call=body.parallel_tool_calls is False,
         enable_thinking=thinking.is_on,
     )
@@ -259,6 +261,7 @@ def _completed(answer: ResponsesAnswer, generation: Generation, items: _Items) -
         status="incomplete" if is_cut else "completed",
         incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         output=[item.build() for item in items.all],
+        stop_reason=generation.samples[0].stop_reason or UNSET,
         warning=generation.samples[0].warning or UNSET,
         usage=ResponsesUsage(
             input_tokens=counts.num_prompt,

@@ -114,6 +114,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     instructions: Text | None = None
     max_output_tokens: Count | None = None
     constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
+    unmarked_tool_calls: bool | None = None  # calls of declared tools count without the tokens around them
     tools: Annotated[list[ResponsesTool], Meta(max_length=4096)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolName | None = None
     parallel_tool_calls: bool | None = True
