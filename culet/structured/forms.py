@@ -70,7 +70,7 @@ def form_of(
     `own` is the form in a field that only the request's own API has.
     """
     given = {name: getattr(aliases, name) for name in FormAliases.__struct_fields__}
-    given = {name: value for name, value in given.items() if value is not None and value is not UNSET}
+    given = {name: value for name, value in given.items() if _is_given(value)}
     names = [] if own is None else [own.field]
     names += ["response_format"] if response_format is not None and response_format.type != "text" else []
     names += ["structured_outputs"] if structured_outputs is not None else []
@@ -82,6 +82,11 @@ def form_of(
     if structured_outputs is not None:
         return _structured_form(structured_outputs)
     return _response_form(response_format) if response_format is not None else own
+
+
+def _is_given(value: object) -> bool:
+    """Return whether the field of an alias has a value. Clients also send null, or an empty string, for none."""
+    return given_schema(value) is not None if isinstance(value, Raw | UnsetType) else bool(value)
 
 
 def _structured_form(fields: StructuredFields, alias: str = "") -> GrammarSpec:

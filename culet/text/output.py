@@ -221,8 +221,11 @@ def chat_output(
     """Create the output for a sample of a chat, which separates thoughts, text and tool calls.
 
     With `single_call`, the sample ends after its first tool call. With `calls_hold`, or a grammar for calls in `params`,
-    calls are held to their form. With `unmarked_calls`, calls of `tools` count without the tokens around them.
+    calls are held to their form. With `unmarked_calls`, calls of `tools` count without the tokens around them, unless the
+    answer has a form: a document may quote a call.
     """
+    form = params.structured_outputs
+    holds_calls = isinstance(form, GrammarSpec) and form.on_call
     reader = ChatReader(
         tokenizer,
         prompt_ids=request.prompt_token_ids,
@@ -231,8 +234,8 @@ def chat_output(
         ignore_end=params.ignore_eos,
         stop=tuple(params.stop),
         min_tokens=params.min_tokens,
-        calls_hold=calls_hold or (isinstance(params.structured_outputs, GrammarSpec) and params.structured_outputs.on_call),
-        unmarked_calls=unmarked_calls,
+        calls_hold=calls_hold or holds_calls,
+        unmarked_calls=unmarked_calls and (form is None or holds_calls),
     )
     return SampleOutput(
         reader,

@@ -67,6 +67,16 @@ def test_other_names_of_structured_outputs(tiny: Running, fields: dict[str, Any]
         ({"repeat_penalty": 5.0}, "repeat_penalty"),
         ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
         ({"structural_tag": "{}"}, "structural_tag"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"thinking_budget": 0}, "thinking_budget"),
+        ({"enable_thinking": True}, "enable_thinking"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"stop_regex": "a"}, "stop_regex"),
+        ({"top_n_sigma": 1.0}, "top_n_sigma"),
+        ({"max_new_tokens": 5}, "max_new_tokens"),
+        ({"echo": True}, "echo"),
         ({"thinking": {"type": "enabled", "budget_tokens": 3}}, "thinking"),
         ({"reasoning": {"exclude": True}}, "reasoning.exclude"),
         ({"continue_final_message": True}, "add_generation_prompt"),
@@ -182,7 +192,9 @@ def test_fields_of_one_api(tiny: Running) -> None:
 
 def test_values_that_change_nothing(fake: Running) -> None:
     fields = {"min_tokens": 0, "bad_words": [], "use_beam_search": False, "length_penalty": 1.0, "typical_p": 1, "ebnf": None}
-    fields |= {"best_of": 1, "suffix": None, "modalities": ["text"], "audio": None}
+    fields |= {"best_of": 1, "suffix": None, "modalities": ["text"], "audio": None, "skip_special_tokens": True}
+    fields |= {"include_reasoning": True, "enable_thinking": False, "top_n_sigma": -1.0, "documents": [], "echo": False}
+    fields |= {"guided_json": None, "guided_choice": None, "grammar": "", "regex": "", "guided_regex": ""}
     assert fake.chat(messages=HELLO, **fields).status_code == 200
     for fields in ({"best_of": 2}, {"suffix": "x"}, {"min_tokens": 3}):
         response = fake.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, **fields})
@@ -239,6 +251,13 @@ def test_a_prefilled_turn(tiny: Running, encode: Callable[[str], list[int]]) -> 
     answer = tiny.http.post("/v1/messages", json={**body, "max_tokens": 12, "temperature": 0}).json()
     assert answer["content"][0]["text"] == completion(tiny, prompt)
     assert tiny.http.post("/v1/messages/count_tokens", json=body).json() == {"input_tokens": len(prompt)}
+
+
+def test_an_ollama_chat_that_ends_with_an_image_of_the_assistant(fake: Running) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "x", "images": ["AAAA"]}]
+    response = fake.http.post("/api/chat", json={"model": "gemma", "messages": messages})
+    assert response.status_code == 400
+    assert "messages[1].images[0]" in response.json()["error"]
 
 
 def test_control_tokens_in_a_continued_message_stay_text(tiny: Running) -> None:

@@ -148,8 +148,9 @@ async def _call_grammar(service: Service, tools: Sequence[Mapping[str, Any]]) ->
 
 def prefilled(message: Mapping[str, Any]) -> str | None:
     """Return the text of a chat's last message if it is the beginning of the model's answer, or None."""
-    is_prefilled = message["role"] == "assistant" and "tool_calls" not in message and message["content"].strip()
-    return message["content"] if is_prefilled else None
+    text = message.get("content")
+    is_text = isinstance(text, str) and bool(text.strip())
+    return text if message["role"] == "assistant" and "tool_calls" not in message and is_text else None
 
 
 def _form(document: GrammarSpec | None, tools: Sequence[Mapping[str, Any]], tool_choice: str, single_call: bool) -> Form | None:

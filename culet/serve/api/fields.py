@@ -120,7 +120,7 @@ class StreamOptions(Struct):
 
 Refused = Annotated[Raw, Meta(extra_json_schema={"enum": [None]})] | UnsetType
 # Values that change nothing, as JSON: for most fields, and for some of them.
-_NEUTRAL = (b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""', b"-1")
+_NEUTRAL = (b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""', b"-1", b"-1.0")
 _NEUTRAL_OF = {
     "length_penalty": (b"null", b"1", b"1.0"),
     "best_of": (b"null", b"0", b"1"),
@@ -129,6 +129,10 @@ _NEUTRAL_OF = {
     "typical_p": (b"null", b"1", b"1.0"),
     "tfs_z": (b"null", b"1", b"1.0"),
     "repeat_penalty": (b"null", b"1", b"1.0"),
+    "skip_special_tokens": (b"null", b"true"),
+    "include_reasoning": (b"null", b"true"),
+    "prompt_logprobs": (b"null",),
+    "thinking_budget": (b"null",),
 }
 
 
@@ -152,12 +156,30 @@ class UnsupportedFields(FormAliases, kw_only=True):
     structural_tag: Refused = UNSET
     guided_whitespace_pattern: Refused = UNSET
     top_a: Refused = UNSET
+    top_n_sigma: Refused = UNSET
+    smoothing_factor: Refused = UNSET
+    epsilon_cutoff: Refused = UNSET
+    eta_cutoff: Refused = UNSET
+    samplers: Refused = UNSET
     mirostat: Refused = UNSET
     dry_multiplier: Refused = UNSET
     xtc_probability: Refused = UNSET
     dynatemp_range: Refused = UNSET
     logits_processors: Refused = UNSET
+    custom_logit_processor: Refused = UNSET
+    lora_path: Refused = UNSET
+    min_new_tokens: Refused = UNSET
+    max_new_tokens: Refused = UNSET
+    stop_regex: Refused = UNSET
+    no_stop_trim: Refused = UNSET
     include_stop_str_in_output: Refused = UNSET
+    skip_special_tokens: Refused = UNSET
+    prompt_logprobs: Refused = UNSET
+    n_probs: Refused = UNSET
+    enable_thinking: Refused = UNSET  # in chat_template_kwargs, it is supported
+    include_reasoning: Refused = UNSET
+    thinking_budget: Refused = UNSET
+    documents: Refused = UNSET
     truncate_prompt_tokens: Refused = UNSET
     ebnf: Refused = UNSET
     json_schema: Refused = UNSET
@@ -264,7 +286,7 @@ def sampling_params(
     n = fields.n or 1
     for name, got, limit in (
         ("n", n, limits.n),
-        ("stop", len(stop), limits.stops),
+        ("stop_sequences" if more_stops else "stop", len(stop), limits.stops),
         ("logprobs", max(logprobs or 0, prompt_logprobs or 0), limits.logprobs),
         ("logit_bias", len(fields.logit_bias or ()), limits.logit_bias),
     ):

@@ -242,6 +242,8 @@ def test_unmarked_calls(scripted: Callable[..., Running], is_setting: bool) -> N
         own = [{"type": "function", **tools[0]["function"]}]
         answer = server.http.post("/v1/responses", json={"input": "Hello", "tools": own, **asked}).json()
         assert answer["output"][-1]["name"] == "get_weather"
+        (choice,) = server.chat(messages=HELLO, tools=tools, guided_regex="I.*", **asked).json()["choices"]
+        assert choice["message"]["content"] == "I will ask. call:get_weather{city:Paris}"
         refused: Any = {"unmarked_tool_calls": False} if is_setting else {}
         for fields in ({"tools": tools, **refused}, {"tools": tools[:0], **asked}, {"tools": TOOLS[1:2], **asked}):
             (choice,) = server.chat(messages=HELLO, **fields).json()["choices"]

@@ -133,6 +133,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     thinking: Refused = UNSET  # Anthropic's name
+    echo: Refused = UNSET
     chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the answer continues the last message, which is the assistant's

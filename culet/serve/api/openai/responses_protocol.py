@@ -131,6 +131,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     user: Id | None = None
     conversation: Refused = UNSET
     prompt: Refused = UNSET
+    logprobs: Refused = UNSET
     top_logprobs: Refused = UNSET
     continue_final_message: Refused = UNSET
     thinking: Refused = UNSET
