@@ -380,6 +380,11 @@ class ServeConfig:
         "Hold tool calls to the declared tools and their schemas, from the token that opens a call on.",
         flag="--constrain-tool-calls/--no-constrain-tool-calls",
     )
+    unmarked_tool_calls: bool = option(
+        False,
+        "Accept call:NAME{...} of a declared tool without the tokens around it; off because quoted calls would count, too.",
+        flag="--unmarked-tool-calls/--no-unmarked-tool-calls",
+    )
     repeat_tool_call_ids: bool = option(
         False,
         "Repeat the id and the name of a tool call in each streamed part of it; some clients append them, so it is off.",

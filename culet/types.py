@@ -54,6 +54,7 @@ class GrammarSpec:
     is_strict: bool = True  # for json_schema: reject keywords that cannot be enforced, instead of ignoring them
     after_thought: bool = False  # the model may think first, and the grammar applies after the thought
     on_call: bool = False  # the output is free, and the grammar applies to each tool call from its opening token on
+    field: str = "structured_outputs"  # the field of the request that it comes from, for errors
 
     @property
     def key(self) -> str:
@@ -99,14 +100,16 @@ class StructuredOutputs:
     def spec(self) -> GrammarSpec:
         """Return the form as plain text for the compiler."""
         if self.regex is not None:
-            kind, text = "regex", self.regex
+            name, kind, text = "regex", "regex", self.regex
         elif self.grammar is not None:
-            kind, text = "lark", self.grammar
+            name, kind, text = "grammar", "lark", self.grammar
         elif self.choice is not None:
-            kind, text = "choice", json.dumps(self.choice)
+            name, kind, text = "choice", "choice", json.dumps(self.choice)
+        elif self.json is not None:
+            name, kind, text = "json", "json_schema", _schema_text(self.json)
         else:
-            kind, text = "json_schema", _schema_text(self.json if self.json is not None else {"type": "object"})
-        return GrammarSpec(kind, text, self.strict, self.after_thought)
+            name, kind, text = "json_object", "json_schema", _schema_text({"type": "object"})
+        return GrammarSpec(kind, text, self.strict, self.after_thought, field=f"structured_outputs.{name}")
 
 
 def _schema_text(schema: object) -> str:
@@ -114,12 +117,12 @@ def _schema_text(schema: object) -> str:
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(parsed, Mapping | bool):
-            raise BadRequest(f"JSON schema: got {type(parsed).__name__}, expected an object")
+            raise BadRequest(f"structured_outputs.json: got {type(parsed).__name__}, expected an object")
         return json.dumps(parsed if isinstance(parsed, bool) else dict(parsed), separators=(",", ":"), allow_nan=False)
     except RecursionError as error:
-        raise BadRequest("JSON schema: nested too deeply") from error
+        raise BadRequest("structured_outputs.json: nested too deeply") from error
     except (TypeError, ValueError) as error:
-        raise BadRequest(f"JSON schema: not valid JSON: {error}") from error
+        raise BadRequest(f"structured_outputs.json: not valid JSON: {error}") from error
 
 
 @dataclass(frozen=True)

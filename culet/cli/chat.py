@@ -184,7 +184,7 @@ class Conversation:
         attached, self._attached = self._attached, []
         content = [*attached, {"type": "text", "text": message}] if attached else message
         self._turns.append({"role": "user", "content": content})
-        is_stopped = False
+        is_stopped, warning = False, ""
         try:
             stream = self._llm.stream(self.messages, self._params, enable_thinking=self._enable_thinking)
         except (BadRequest, ContextTooLong) as error:
@@ -198,10 +198,13 @@ class Conversation:
             try:
                 for delta in stream:
                     answer.add(delta.text, delta.reasoning, len(delta.token_ids))
+                    warning = delta.warning
             except KeyboardInterrupt:
                 is_stopped = True
         if is_stopped:
             self._screen.note("[stopped]")
+        if warning:
+            self._screen.note(f"[{warning}]")
         if self._screen.is_interactive and not answer.is_empty:
             self._screen.note(answer.speed())
         self._turns.append({"role": "assistant", "content": answer.text})

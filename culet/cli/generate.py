@@ -114,6 +114,8 @@ def _sample_document(sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "logprobs": None if sample.logprobs is None else [dict(entry) for entry in sample.logprobs],
     }
+    if sample.stop_reason:
+        document["stop_reason"] = sample.stop_reason
     if sample.reasoning:
         document["reasoning"] = sample.reasoning
     if sample.tool_calls:

@@ -16,7 +16,7 @@ from culet.engine.engine import Engine
 from culet.errors import ConfigError, QueueFull
 from culet.log import logger
 from culet.media.items import MediaItem
-from culet.text.output import MakeOutput, OutputDelta
+from culet.text.output import MakeOutput, OutputDelta, stop_reason_of
 from culet.text.output_pieces import ToolCall
 from culet.types import FinishReason, Logprobs, MediaSpan, Request, SamplingParams, TokenDelta
 
@@ -38,6 +38,11 @@ class Sample:
     num_rejected_drafts: int = field(default=0, compare=False)
     first_token_at: float = field(default=0.0, compare=False)  # time.perf_counter() of the first token
     last_token_at: float = field(default=0.0, compare=False)
+
+    @property
+    def stop_reason(self) -> str | None:
+        """`empty_after_thinking` if a chat's answer ended after thoughts, without text or a tool call. Otherwise None."""
+        return stop_reason_of(self.warning)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,10 @@ class Result:
     @property
     def finish_reason(self) -> str:
         return self.samples[0].finish_reason
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self.samples[0].stop_reason
 
 
 class Job:

@@ -82,6 +82,7 @@ class LLM:
         *,
         tools: Sequence[Tool] | None = None,
         constrain_tool_calls: bool = True,
+        unmarked_tool_calls: bool = False,
         enable_thinking: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -92,8 +93,9 @@ class LLM:
         The content of a message may be a list of parts: texts, and images, video and audio (see the guide to media).
 
         Results separate the answer (`text`) from thoughts (`reasoning`) and tool calls (`tool_calls`, with parsed arguments).
-        With `constrain_tool_calls`, a grammar holds each call to the tools and their schemas. `chat_template_kwargs` are
-        variables of the template, and may include `enable_thinking`. `mm_processor_kwargs` may have `max_soft_tokens`.
+        With `constrain_tool_calls`, a grammar holds each call to the tools and their schemas. With `unmarked_tool_calls`,
+        `call:NAME{...}` is a call of a declared tool even without the tokens around it. `chat_template_kwargs` are variables
+        of the template, and may include `enable_thinking`. `mm_processor_kwargs` may have `max_soft_tokens`.
         """
         options = dict(chat_template_kwargs or {})
         enable_thinking = bool(options.pop("enable_thinking", enable_thinking))
@@ -109,7 +111,7 @@ class LLM:
         if tools and constrain_tool_calls:
             grammar = self.engine.tool_call_grammar(tools)
             sampling_params = [_hold_calls(params, grammar) for params in _params_per_prompt(sampling_params, len(prompts))]
-        return self._run(prompts, sampling_params, self._chat_output(tools), use_tqdm)
+        return self._run(prompts, sampling_params, self._chat_output(tools, unmarked_tool_calls), use_tqdm)
 
     def stream(
         self,
@@ -118,6 +120,7 @@ class LLM:
         *,
         tools: Sequence[Tool] | None = None,
         constrain_tool_calls: bool = True,
+        unmarked_tool_calls: bool = False,
         enable_thinking: bool = False,
     ) -> OutputStream:
         """Stream the output for one prompt or conversation. Closing the stream cancels the request.
@@ -137,7 +140,7 @@ class LLM:
         if is_chat and tools and constrain_tool_calls:
             params = _hold_calls(params, self.engine.tool_call_grammar(tools))
         request = self._loop.make_request(prompts[0].token_ids, params, prompts[0].media, prompts[0].items)
-        job = Job(request, params, self._chat_output(tools) if is_chat else self._plain_output())
+        job = Job(request, params, self._chat_output(tools, unmarked_tool_calls) if is_chat else self._plain_output())
         job.unread = deque()
         self._loop.add(job)
         return OutputStream(self._loop, job)
@@ -156,8 +159,8 @@ class LLM:
     def _plain_output(self) -> MakeOutput:
         return partial(plain_output, self.engine.tokenizer)
 
-    def _chat_output(self, tools: Sequence[Tool] | None) -> MakeOutput:
-        return partial(chat_output, self.engine.tokenizer, tools=tools)
+    def _chat_output(self, tools: Sequence[Tool] | None, unmarked_calls: bool) -> MakeOutput:
+        return partial(chat_output, self.engine.tokenizer, tools=tools, unmarked_calls=unmarked_calls)
 
     def _run(
         self,

@@ -204,7 +204,8 @@ class Generation:
             raise TimedOut(f"the request took longer than {self._service.settings.request_timeout:g} s")
         if finish_reason == FinishReason.ERROR:
             if delta.error.startswith(GRAMMAR_FAULT):
-                raise BadRequest(delta.error)
+                grammar = self._stream.request.grammar
+                raise BadRequest(f"{grammar.field if grammar else 'tools'}: {delta.error.removeprefix(GRAMMAR_FAULT)}")
             logger.error("request %s failed in the engine: %s", self._finished.request_id, delta.error)
             raise InternalError("the engine failed while processing this request")
         if delta.finish_reason is None:  # a stop string, a tool call, or an end token that is not among the stop tokens

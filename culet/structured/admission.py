@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import Future
 
 from culet.errors import QueueFull
-from culet.structured.check import Check, Form, GrammarCheck, key_of
+from culet.structured.check import Check, Form, GrammarCheck, Verdict, key_of
 from culet.types import GrammarSpec
 
 GRACE_S = 0.5  # A check that nobody waits for any more may run this long. Killing its process at once would cost more.
@@ -17,7 +17,7 @@ class _Waiting:
 
     def __init__(self, check: Check) -> None:
         self.check = check
-        self.result: asyncio.Future[GrammarSpec] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self.num_requests = 0
 
 
@@ -44,7 +44,7 @@ class GrammarAdmission:
         waiting.num_requests += 1
         self.num_waiting += 1
         try:
-            return await asyncio.shield(waiting.result)
+            return (await asyncio.shield(waiting.result)).spec(form)
         finally:
             waiting.num_requests -= 1
             self.num_waiting -= 1
@@ -75,7 +75,7 @@ class GrammarAdmission:
             else:
                 waiting.result.set_result(check.future.result())
 
-        def on_done(_: Future[GrammarSpec]) -> None:
+        def on_done(_: Future[Verdict]) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(settle)
 

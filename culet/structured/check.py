@@ -24,7 +24,7 @@ from culet.errors import BadRequest, QueueFull
 from culet.line_process import LineProcess
 from culet.structured.tool_grammar import ToolForm
 from culet.text.tokenizer import Tokenizer
-from culet.types import GRAMMAR_FAULT, GrammarSpec
+from culet.types import GrammarSpec
 
 TIME_LIMIT_S = 5.0
 MAX_BYTES = 2 << 30  # limit on a process's address space
@@ -39,18 +39,22 @@ Form = GrammarSpec | ToolForm
 
 
 @dataclass(frozen=True)
-class _Verdict:
-    """What is known about a form: why it is refused, or the expanded grammar if it is a ToolForm."""
+class Verdict:
+    """What is known about a form: why it is refused, or the expanded grammar if it is a ToolForm.
+
+    `field` is the part of a ToolForm that is at fault, as a field of the request.
+    """
 
     error: str = ""
     hint: str = ""
     text: str = ""
+    field: str = ""
 
     def spec(self, form: Form) -> GrammarSpec:
-        """Return the grammar of the form. Raise if it is refused."""
+        """Return the grammar of the form. Raise if it is refused. The error names the field of the request."""
         if self.error:
-            raise BadRequest(self.error, hint=self.hint)
-        return form if isinstance(form, GrammarSpec) else GrammarSpec("lark", self.text)
+            raise BadRequest(f"{self.field or form.field}: {self.error}", hint=self.hint)
+        return form if isinstance(form, GrammarSpec) else GrammarSpec("lark", self.text, field="tools")
 
 
 class Check:
@@ -58,7 +62,7 @@ class Check:
 
     def __init__(self, form: Form, key: str, deadline: float) -> None:
         self.form, self.key, self.deadline = form, key, deadline
-        self.future: Future[GrammarSpec]
+        self.future: Future[Verdict]
         self._lock = threading.Lock()
         self._process: LineProcess | None = None
         self._is_stopped = False
@@ -99,7 +103,7 @@ class GrammarCheck:
         self._lock = threading.Lock()
         self._idle: list[LineProcess] = []
         self._running: set[Check] = set()
-        self._verdicts: OrderedDict[str, _Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
         self._num_chars = 0  # of the texts in the verdicts
 
     @classmethod
@@ -126,7 +130,7 @@ class GrammarCheck:
         Blocks until this is known.
         """
         key = key_of(form)
-        return self.find(form, key) or self.begin(form, key).future.result()
+        return self.find(form, key) or self.begin(form, key).future.result().spec(form)
 
     def begin(self, form: Form, key: str) -> Check:
         """Start to check a form. Its time limit includes the time it waits for a free process."""
@@ -145,7 +149,7 @@ class GrammarCheck:
         for process in idle:
             process.end()
 
-    def _run(self, check: Check) -> GrammarSpec:
+    def _run(self, check: Check) -> Verdict:
         left_s = check.deadline - time.monotonic()
         if left_s <= 0:
             raise QueueFull(_WHY_LATE, hint="try again later")
@@ -157,9 +161,9 @@ class GrammarCheck:
             with self._lock:
                 self._running.discard(check)
         self._remember(check.key, verdict)
-        return verdict.spec(check.form)
+        return verdict
 
-    def _ask(self, check: Check, limit_s: float) -> _Verdict:
+    def _ask(self, check: Check, limit_s: float) -> Verdict:
         for _ in range(_ATTEMPTS):
             process = self._take_process()  # starting one takes no time from the grammar
             try:
@@ -169,7 +173,7 @@ class GrammarCheck:
                 if limit_s < _FULL_SHARE * self.time_limit_s:
                     raise QueueFull(_WHY_LATE, hint="try again later") from None
                 problem = f"the grammar is too complex: compiling it took more than {self.time_limit_s:g} s"
-                return _Verdict(GRAMMAR_FAULT + problem)
+                return Verdict(problem)
             except OSError:  # The process died. If the next one dies too, this grammar is the cause.
                 process.end()
                 continue
@@ -178,10 +182,10 @@ class GrammarCheck:
                 raise
             with self._lock:
                 self._idle.append(process)
-            return _Verdict(**reply)
-        return _Verdict(f"{GRAMMAR_FAULT}the grammar is too complex: compiling it took too much memory or nests too deeply")
+            return Verdict(**reply)
+        return Verdict("the grammar is too complex: compiling it took too much memory or nests too deeply")
 
-    def _remember(self, key: str, verdict: _Verdict) -> None:
+    def _remember(self, key: str, verdict: Verdict) -> None:
         with self._lock:
             if key in self._verdicts:
                 self._num_chars -= len(self._verdicts.pop(key).text)

@@ -1,8 +1,8 @@
 """The process in which `check` compiles grammars.
 
 It reads one JSON object per line. The first line is {"names": [...], "max_bytes": n}, with the special tokens and the limit on
-the address space. Every later line holds the fields of a GrammarSpec or of a ToolForm. Each answer has an error, a hint and a
-text. The error is empty if the grammar compiles. The text is the grammar of a ToolForm.
+the address space. Every later line holds the fields of a GrammarSpec or of a ToolForm. Each answer has the fields of a Verdict.
+The error is empty if the grammar compiles. The text is the grammar of a ToolForm.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from llguidance import LLTokenizer
+
 from culet.errors import BadRequest
 from culet.structured.compiled_grammar import GrammarFault, compile_grammar, index_vocabulary
 from culet.structured.tool_grammar import expand
-from culet.types import GRAMMAR_FAULT, GrammarSpec
+from culet.types import GrammarSpec
 
 _STACK_BYTES = 4 << 20
 
 
-def _reply(error: str = "", hint: str = "", text: str = "") -> None:
-    sys.stdout.write(json.dumps({"error": error, "hint": hint, "text": text}) + "\n")
+def _reply(**verdict: str) -> None:
+    sys.stdout.write(json.dumps(verdict) + "\n")
     sys.stdout.flush()
 
 
@@ -32,18 +34,36 @@ def _check(form: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
     """Return the answer for a form. A vocabulary of bytes and special tokens is enough to find out whether it compiles."""
     pieces = [name.encode() for name in names] + [bytes([byte]) for byte in range(256)]
     vocabulary = index_vocabulary(pieces, range(len(names)), [0])
+    verdict = _compile(form, vocabulary)
+    if "error" in verdict and "tools" in form:
+        verdict["field"] = _field_at_fault(form, vocabulary)
+    return verdict
+
+
+def _compile(form: Mapping[str, Any], vocabulary: LLTokenizer) -> dict[str, str]:
     try:
         spec = expand(form) if "tools" in form else GrammarSpec(**form)
         compile_grammar(spec, vocabulary)
     except GrammarFault as fault:
-        return {"error": f"{GRAMMAR_FAULT}{fault}"}
+        return {"error": str(fault)}
     except BadRequest as error:
         return {"error": error.message, "hint": error.hint}
     except ValueError as error:  # a schema that is not JSON
-        return {"error": f"{GRAMMAR_FAULT}JSON schema: not valid JSON: {error}"}
+        return {"error": f"not valid JSON: {error}"}
     except (RecursionError, MemoryError):
-        return {"error": f"{GRAMMAR_FAULT}the grammar is too large or is nested too deeply"}
+        return {"error": "the grammar is too large or is nested too deeply"}
     return {"text": spec.text if "tools" in form else ""}
+
+
+def _field_at_fault(form: Mapping[str, Any], vocabulary: LLTokenizer) -> str:
+    """Return the field of the request that keeps a ToolForm from compiling: its document, one tool, or all tools together."""
+    document = form.get("document")
+    if document is not None and "error" in _compile(document, vocabulary):
+        return str(document["field"])
+    for index, tool in enumerate(form["tools"]):
+        if form.get("name") in (None, tool["function"]["name"]) and "error" in _compile({"tools": [tool]}, vocabulary):
+            return f"tools[{index}]"
+    return "tools"
 
 
 def main() -> None:

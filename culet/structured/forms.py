@@ -5,6 +5,7 @@ Schemas stay text. They are parsed in the process that checks grammars, because 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import msgspec
@@ -57,51 +58,78 @@ class FormAliases(Struct, kw_only=True):
     regex: GrammarText | None = None
     grammar: GrammarText | None = None
 
-    def merged(self, fields: StructuredFields | None) -> StructuredFields | None:
-        """Return `fields`, or the alias that the request has instead. Raise if it has several."""
-        given = {name: getattr(self, name) for name in FormAliases.__struct_fields__}
-        given = {name: value for name, value in given.items() if value is not None and value is not UNSET}
-        if not given:
-            return fields
-        if fields is not None or len(given) > 1:
-            names = [*(["structured_outputs"] if fields is not None else []), *given]
-            raise BadRequest(f"{names[-1]}: cannot be combined with {names[0]}")
-        ((name, value),) = given.items()
-        return StructuredFields(**{name.removeprefix("guided_"): value})
+
+def form_of(
+    response_format: ResponseFormat | None,
+    structured_outputs: StructuredFields | None,
+    aliases: FormAliases,
+    own: GrammarSpec | None = None,
+) -> GrammarSpec | None:
+    """Return the form that a request asks for, or None. Raise if it asks for several.
+
+    `own` is the form in a field that only the request's own API has.
+    """
+    given = {name: getattr(aliases, name) for name in FormAliases.__struct_fields__}
+    given = {name: value for name, value in given.items() if _is_given(value)}
+    names = [] if own is None else [own.field]
+    names += ["response_format"] if response_format is not None and response_format.type != "text" else []
+    names += ["structured_outputs"] if structured_outputs is not None else []
+    names += given
+    if len(names) > 1:
+        raise BadRequest(f"{names[-1]}: cannot be combined with {names[0]}")
+    for name, value in given.items():
+        return _structured_form(StructuredFields(**{name.removeprefix("guided_"): value}), name)
+    if structured_outputs is not None:
+        return _structured_form(structured_outputs)
+    return _response_form(response_format) if response_format is not None else own
 
 
-def form_of(response_format: ResponseFormat | None, fields: StructuredFields | None) -> GrammarSpec | None:
-    """Return the form that a request asks for, or None."""
-    if fields is not None:
-        if response_format is not None and response_format.type != "text":
-            raise BadRequest("structured_outputs: cannot be combined with response_format")
-        schema = given_schema(fields.json)
+def _is_given(value: object) -> bool:
+    """Return whether the field of an alias has a value. Clients also send null, or an empty string, for none."""
+    return given_schema(value) is not None if isinstance(value, Raw | UnsetType) else bool(value)
+
+
+def _structured_form(fields: StructuredFields, alias: str = "") -> GrammarSpec:
+    schema = given_schema(fields.json)
+    try:
         form = StructuredOutputs(  # checks that exactly one field is given
             json=None if schema is None else {},
             json_object=bool(fields.json_object),
             regex=fields.regex,
             grammar=fields.grammar,
             choice=fields.choice,
-        )
-        return form.spec() if schema is None else schema_form(schema, strict=True)
-    if response_format is None or response_format.type == "text":
+        ).spec()
+    except BadRequest as error:
+        raise BadRequest(f"{alias}: {error.message.partition(': ')[2]}" if alias else error.message) from None
+    form = replace(form, field=alias or form.field)
+    return form if schema is None else schema_form(schema, form.field, strict=True)
+
+
+def _response_form(response_format: ResponseFormat) -> GrammarSpec | None:
+    if response_format.type == "text":
         return None
     if response_format.type == "json_object":
-        return StructuredOutputs(json_object=True).spec()
+        return any_object("response_format")
     named = response_format.json_schema
     if named is None:
         raise BadRequest("response_format.json_schema: a name and a schema are required")
-    return schema_form(named.schema_, strict=bool(named.strict))
+    return schema_form(named.schema_, "response_format", strict=bool(named.strict))
 
 
-def schema_form(schema: Raw | UnsetType | None, *, strict: bool) -> GrammarSpec:
+def any_object(field: str) -> GrammarSpec:
+    """Return a form for any JSON object. `field` is the request's field that asks for it."""
+    return replace(StructuredOutputs(json_object=True).spec(), field=field)
+
+
+def schema_form(schema: Raw | UnsetType | None, field: str, *, strict: bool) -> GrammarSpec:
     """Return a form for documents that match a JSON schema. Unless strict, keywords that cannot be enforced are ignored.
 
-    The schema is an object, or a string that holds the object as JSON. If it is missing, any document matches.
+    The schema is an object, or a string that holds the object as JSON. If it is missing, any document matches. `field` is the
+    schema's field in the request, for errors.
     """
     given = given_schema(schema)
     if given is not None and memoryview(given).nbytes > 6 * MAX_GRAMMAR_CHARS:  # too long even if all characters are escaped
-        raise _too_long()
+        raise _too_long(field)
     data = b"{}" if given is None else bytes(given)
     try:
         if data.startswith(b'"'):
@@ -109,16 +137,16 @@ def schema_form(schema: Raw | UnsetType | None, *, strict: bool) -> GrammarSpec:
         elif data.startswith(b"{"):
             text = data.decode()
         else:
-            raise BadRequest("JSON schema: expected an object")
+            raise BadRequest(f"{field}: expected a JSON schema, which is an object")
     except (UnicodeError, msgspec.DecodeError) as error:
-        raise BadRequest(f"JSON schema: not valid JSON: {error}") from None
+        raise BadRequest(f"{field}: not valid JSON: {error}") from None
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise _too_long()
-    return GrammarSpec("json_schema", text, strict)
+        raise _too_long(field)
+    return GrammarSpec("json_schema", text, strict, field=field)
 
 
-def _too_long() -> BadRequest:
-    return BadRequest(f"JSON schema: expected at most {MAX_GRAMMAR_CHARS} characters", hint="send a smaller schema")
+def _too_long(field: str) -> BadRequest:
+    return BadRequest(f"{field}: expected at most {MAX_GRAMMAR_CHARS} characters", hint="send a smaller schema")
 
 
 def given_schema(schema: Raw | UnsetType | None) -> Raw | None:

@@ -54,6 +54,11 @@ class ToolForm(Struct, frozen=True):
     one_call: bool = False
     document: GrammarSpec | None = None
 
+    @property
+    def field(self) -> str:
+        """The field of the request to name in an error that may have several causes."""
+        return "tools" if self.document is None else self.document.field
+
 
 def tool_form(
     tools: Sequence[Mapping[str, Any]], *, name: str | None = None, one_call: bool = False, document: GrammarSpec | None = None
@@ -95,7 +100,7 @@ def document_or_calls(document: GrammarSpec, calls: str) -> str:
     elif document.kind == "choice":
         body = f"document: DOCUMENT\nDOCUMENT: {alternatives(json.loads(document.text))}"
     else:
-        raise BadRequest("structured_outputs.grammar: cannot be combined with tools")  # callers do not ask for this
+        raise BadRequest("a grammar cannot be combined with tools")  # callers do not ask for this
     return f"start: document | calls\n{body}\n{calls}"
 
 
@@ -249,7 +254,7 @@ class _Rules:
         num_optional = len(keys) - len(needed.intersection(keys))
         if len(keys) > _MAX_KEYS or num_optional > _MAX_OPTIONAL:
             raise BadRequest(
-                f"tools: the schemas are too large: an object has {len(keys)} properties, {num_optional} of them optional, "
+                f"the schemas are too large: an object has {len(keys)} properties, {num_optional} of them optional, "
                 f"but the maximum is {_MAX_KEYS}, {_MAX_OPTIONAL} of them optional",
                 hint='divide the object, or use tool_choice "auto", which does without a grammar then',
             )
@@ -293,7 +298,7 @@ class _Rules:
 
 def _too_large() -> BadRequest:
     return BadRequest(
-        f"tools: the schemas are too large: expanded to a grammar, they have more than {MAX_GRAMMAR_CHARS} characters",
+        f"the schemas are too large: expanded to a grammar, they have more than {MAX_GRAMMAR_CHARS} characters",
         hint='send smaller schemas, or use tool_choice "auto", which does without a grammar then',
     )
 

@@ -25,7 +25,7 @@ from culet.text.tool_schema import tool_schemas
 from culet.types import FinishReason, GrammarSpec, Logprobs, Request, SamplingParams, TokenDelta
 
 TOOL_CALLS = "tool_calls"  # the finish reason of a turn that ends with tool calls
-EMPTY_ANSWER = "empty_after_thinking"  # how the warning about such an answer begins
+EMPTY_ANSWER = "empty_after_thinking"  # the stop reason of an answer that ends after thoughts, without text or a tool call
 _ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 _ENGINE_ENDED = frozenset({FinishReason.CANCEL, FinishReason.TIMEOUT, FinishReason.ERROR})
 
@@ -45,6 +45,11 @@ class OutputDelta(Struct, frozen=True, gc=False):
     num_accepted_drafts: int = 0
     num_rejected_drafts: int = 0
     warning: str = ""  # see SampleOutput.warning
+
+    @property
+    def stop_reason(self) -> str | None:
+        """See SampleOutput.stop_reason."""
+        return stop_reason_of(self.warning)
 
     @property
     def text(self) -> str:
@@ -144,8 +149,13 @@ class SampleOutput:
         return budget is not None and self._reader.output().num_thought_tokens >= budget
 
     @property
+    def stop_reason(self) -> str | None:
+        """What the finish reason does not say: `empty_after_thinking`, or None. Clients accept few finish reasons."""
+        return stop_reason_of(self.warning)
+
+    @property
     def warning(self) -> str:
-        """What the finish reason does not say: the answer ended after thoughts, without any text or tool call."""
+        """The stop reason as a sentence, or an empty string."""
         output = self._reader.output()
         if self.finish_reason not in _ANSWERED or not output.num_thought_tokens or output.text.strip() or output.tool_calls:
             return ""
@@ -182,6 +192,11 @@ class SampleOutput:
 MakeOutput = Callable[[Request, SamplingParams], SampleOutput]
 
 
+def stop_reason_of(warning: str) -> str | None:
+    """Return the stop reason with which a warning begins, or None if there is no warning."""
+    return warning.partition(":")[0] or None
+
+
 def has_call(pieces: Sequence[OutputPiece]) -> bool:
     """Return whether the pieces include a tool call."""
     return any(isinstance(piece, ToolCall) for piece in pieces)
@@ -201,12 +216,16 @@ def chat_output(
     tools: Iterable[Mapping[str, Any]] | None = None,
     single_call: bool = False,
     calls_hold: bool = False,
+    unmarked_calls: bool = False,
 ) -> SampleOutput:
     """Create the output for a sample of a chat, which separates thoughts, text and tool calls.
 
     With `single_call`, the sample ends after its first tool call. With `calls_hold`, or a grammar for calls in `params`,
-    calls are held to their form.
+    calls are held to their form. With `unmarked_calls`, calls of `tools` count without the tokens around them, unless the
+    answer has a form: a document may quote a call.
     """
+    form = params.structured_outputs
+    holds_calls = isinstance(form, GrammarSpec) and form.on_call
     reader = ChatReader(
         tokenizer,
         prompt_ids=request.prompt_token_ids,
@@ -215,7 +234,8 @@ def chat_output(
         ignore_end=params.ignore_eos,
         stop=tuple(params.stop),
         min_tokens=params.min_tokens,
-        calls_hold=calls_hold or (isinstance(params.structured_outputs, GrammarSpec) and params.structured_outputs.on_call),
+        calls_hold=calls_hold or holds_calls,
+        unmarked_calls=unmarked_calls and (form is None or holds_calls),
     )
     return SampleOutput(
         reader,

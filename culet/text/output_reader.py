@@ -14,6 +14,8 @@ at a time, so the result does not depend on how they are grouped. Streams and co
   its markup, and is flagged as malformed.
 - With `calls_hold`, a grammar holds calls to their form. Then the parts of a call are reported as they are read, and a call
   that the output is cut in is reported as it is.
+- With `unmarked_calls`, `call:NAME{...}` in the text is also a call if NAME is a declared tool. Text is held back only while it
+  may still be such a call. If it turns out not to be one, it is text as without the option.
 - Blank text between channels and calls is dropped.
 - `<|turn>model` and a newline at the start of the output are dropped. Models write them if the prompt does not end with them.
 """
@@ -36,22 +38,19 @@ LABEL = "thought"
 _LABEL_START = re.compile(r"[a-z]{0,24}")  # any prefix of a label
 _END_TOKENS = ("<|tool_response>", "<turn|>", "<eos>")
 _ROLE = "model\n"
+_CALL = "call:"
 
 
 class PlainReader:
-    """Reads the output of a plain completion, without thoughts or tool calls. Special tokens produce no text.
-
-    Stop strings count after the first `min_tokens` tokens.
-    """
+    """Reads the output of a plain completion, without thoughts or tool calls. Special tokens produce no text."""
 
     in_reasoning = False
 
     def __init__(
         self, tokenizer: Tokenizer, *, end_ids: Collection[int] = (), stop: Sequence[str] = (), min_tokens: int = 0
     ) -> None:
-        self._num_left = min_tokens  # tokens that no stop string ends
         self._decoder = IncrementalDecoder(tokenizer)
-        self._stops = StopMatcher(stop)
+        self._stops = StopMatcher(stop, min_tokens)
         self._end_ids = frozenset(end_ids)
         self._texts: list[str] = []
         self.has_ended = False
@@ -66,11 +65,8 @@ class PlainReader:
                 texts.append(self._flush())
                 self.has_ended = True
             else:
-                text = self._decoder.push((token_id,))
-                if self._num_left:
-                    self._num_left -= 1
-                else:
-                    text, self.has_ended = self._stops.push(text)
+                text, self.has_ended = self._stops.push(self._decoder.push((token_id,)))
+                self._stops.count_token()
                 texts.append(text)
         return self._pieces("".join(texts))
 
@@ -131,8 +127,8 @@ class ChatReader:
     """Reads one sample of a chat. `prompt_ids` show whether the output starts inside a thought.
 
     `schemas` maps tool names to the JSON schemas of their parameters (see `tool_schemas`), which decide what bare words mean.
-    Tokens in `end_ids` also end the turn. With `ignore_end`, no token ends it. A `stop` string in the text ends the turn, but
-    not within the first `min_tokens` tokens.
+    Tokens in `end_ids` also end the turn. With `ignore_end`, no token ends it. A `stop` string in the text ends the turn
+    after the first `min_tokens` tokens. With `unmarked_calls`, calls of declared tools count without the tokens around them.
     """
 
     def __init__(
@@ -146,6 +142,7 @@ class ChatReader:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         calls_hold: bool = False,
+        unmarked_calls: bool = False,
         make_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
         self._tokenizer = tokenizer
@@ -157,8 +154,8 @@ class ChatReader:
         self._ignore_end = ignore_end
         self._make_id = make_id
         self._calls_hold = calls_hold
-        self._stops = StopMatcher(stop)
-        self._num_left = min_tokens  # tokens that no stop string ends
+        self._stops = StopMatcher(stop, min_tokens)
+        self._heads = tuple(f"{_CALL}{name}{{" for name in self._schemas) if unmarked_calls else ()
 
         self._state = _State.TEXT
         self._pieces: list[OutputPiece] = []
@@ -177,6 +174,9 @@ class ChatReader:
         self._raw_call: list[str] = []  # the decoded text of the current call
         self._call_json: list[str] = []
         self._call_id = ""  # of the current call, if parts of it were reported
+        self._is_unmarked = False  # the current call was not opened by its token
+        self._held_head = ""  # the end of the text, which may be the head of an unmarked call
+        self._last_char = ""  # of the text since the last mark
         opening = _open_channel(tokenizer, prompt_ids)
         if opening is not None:
             self._enter_channel(opening)
@@ -198,8 +198,7 @@ class ChatReader:
             if before is _State.ENDED:
                 break
             self._read(token_id)
-            if self._num_left:
-                self._num_left -= 1
+            self._stops.count_token()
             if before is not _State.TEXT or self._state is not _State.TEXT:  # most tokens are text, and this runs for each
                 was_reasoning = before in _THINKING
                 self._num_reasoning_tokens += was_reasoning or self.in_reasoning
@@ -258,12 +257,10 @@ class ChatReader:
         if not text:
             return
         if self._state is _State.TEXT:
-            if self._is_blank:
-                if text.isspace():
-                    self._space.append(text)
-                    return
-                text, self._is_blank = self._take_space() + text, False
-            self._add_text(text)
+            if self._heads:
+                self._find_call(text)
+            else:
+                self._add_spoken(text)
         elif self._state is _State.ROLE:
             self._label += text
             if not _ROLE.startswith(self._label):
@@ -273,11 +270,22 @@ class ChatReader:
             self._try_label()
         elif self._state is _State.REASONING:
             self._add_reasoning(text)
+        elif self._state is _State.CALL and self._is_unmarked:
+            self._read_unmarked(text)
         elif self._state is _State.CALL:
             self._raw_call.append(text)
             self._advance_call(self._call.push_text(text))
         elif self._state is _State.BROKEN:
             self._add_text(text, malformed=True)
+
+    def _add_spoken(self, text: str) -> None:
+        """Add text of the answer. White space after a mark counts only if more follows."""
+        if self._is_blank:
+            if text.isspace():
+                self._space.append(text)
+                return
+            text, self._is_blank = self._take_space() + text, False
+        self._add_text(text)
 
     def _end_role(self) -> None:
         """Read what follows `<|turn>` as text, without the model's role."""
@@ -313,7 +321,7 @@ class ChatReader:
         self._emit(ReasoningPiece(text))
 
     def _add_text(self, text: str, *, malformed: bool = False) -> None:
-        text, is_hit = (text, False) if self._num_left else self._stops.push(text)
+        text, is_hit = self._stops.push(text)
         self._emit_text(text, malformed)
         if is_hit:
             self._state, self._has_ended = _State.ENDED, True
@@ -325,6 +333,7 @@ class ChatReader:
 
     def _enter_text(self) -> None:
         self._state, self._is_blank, self._is_first = _State.TEXT, True, False
+        self._last_char = ""
 
     def _enter_channel(self, opening: str = "") -> None:
         self._state, self._is_first = _State.LABEL, False
@@ -351,6 +360,11 @@ class ChatReader:
         """Leave the current state. Emit or drop the text that was held back."""
         if self._state is _State.ROLE:
             self._end_role()
+        if self._is_unmarked:
+            self._give_up_unmarked()
+        if self._held_head:
+            held, self._held_head = self._held_head, ""
+            self._add_spoken(held)
         space = self._take_space()
         if self._state is _State.TEXT:
             if space and is_end and self._is_first:
@@ -380,6 +394,14 @@ class ChatReader:
     def _read_in_call(self, token_id: int, mark: _Mark | None) -> None:
         """Read a special token inside a call. It may be the end of the call, a quote, or part of a string."""
         name = self._name(token_id)
+        if self._is_unmarked:
+            if mark is _Mark.QUOTE:
+                self._advance_unmarked(self._call.push_quote())
+            elif self._call.in_quotes:
+                self._advance_unmarked(self._call.push_text(name))
+            else:
+                self._give_up_unmarked()
+            return
         if self._state is _State.BROKEN:
             self._add_text(name, malformed=True)
         elif mark is _Mark.CLOSE_CALL:
@@ -433,6 +455,58 @@ class ChatReader:
         self._num_malformed += 1
         self._state = _State.BROKEN
         self._add_text("".join(self._raw_call), malformed=True)
+
+    # Calls without marks
+
+    def _find_call(self, text: str) -> None:
+        """Add text of the answer up to where a call begins, or may begin."""
+        text, self._held_head = self._held_head + text, ""
+        begin = text.find(_CALL[0])
+        while begin >= 0:
+            before = text[begin - 1] if begin else self._last_char
+            may_begin = _CALL.startswith(text[begin : begin + len(_CALL)]) and not (before.isalnum() or before == "_")
+            if may_begin and any(head.startswith(text[begin : begin + len(head)]) for head in self._heads):
+                break
+            begin = text.find(_CALL[0], begin + 1)
+        if begin < 0:
+            begin = len(text)
+        if begin:
+            self._add_spoken(text[:begin])
+            self._last_char = text[begin - 1]
+        if self._state is _State.TEXT and text.startswith(self._heads, begin):
+            self._state, self._is_unmarked = _State.CALL, True
+            self._call = CallReader(self._schemas)
+            self._raw_call, self._call_json, self._call_id = [], [], ""
+            self._read_unmarked(text[begin:])
+        elif self._state is _State.TEXT:
+            self._held_head = text[begin:]
+
+    def _read_unmarked(self, text: str) -> None:
+        """Read character by character, because the call ends with its last brace and text may follow."""
+        for end, char in enumerate(text, 1):
+            self._raw_call.append(char)
+            self._advance_unmarked(self._call.push_text(char))
+            if not self._is_unmarked:
+                self._add(text[end:])
+                return
+
+    def _advance_unmarked(self, arguments_json: str) -> None:
+        self._call_json.append(arguments_json)
+        if self._call.fault is not None:
+            self._give_up_unmarked()
+        elif self._call.is_complete:
+            self._is_unmarked = False
+            self._space.clear()
+            self._emit_text(self._stops.flush())
+            self._report_call()
+            self._enter_text()
+
+    def _give_up_unmarked(self) -> None:
+        """Read what seemed to be a call as text."""
+        self._state, self._is_unmarked = _State.TEXT, False
+        text = "".join(self._raw_call)
+        self._last_char = text[-1]
+        self._add_spoken(text)
 
     def _name(self, token_id: int) -> str:
         return self._tokenizer.piece(token_id).decode("utf-8", errors="replace")

@@ -10,10 +10,11 @@ class StopMatcher:
 
     The result does not depend on how the text is split. The first stop string to be completed ends the text. If several end at
     the same character, the longest one counts. Knuth-Morris-Pratt keeps the cost per character constant, no matter how long
-    the strings are.
+    the strings are. Stop strings count only after the first `min_tokens` tokens.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], min_tokens: int = 0) -> None:
+        self._num_ignored = min_tokens  # tokens left in which stop strings do not count
         self._stops = tuple(stops)
         self._borders = [_borders(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # per stop string, the length of its prefix that ends the text
@@ -25,6 +26,8 @@ class StopMatcher:
         """Return (text that can no longer change, whether a stop string is complete). Later text is dropped."""
         if self.matched is not None:
             return "", True
+        if self._num_ignored:
+            return text, False
         if not self._held and self._first.isdisjoint(text):
             return text, False
         text, begin = self._held + text, len(self._held)
@@ -36,6 +39,11 @@ class StopMatcher:
         keep = len(text) - max(self._matched)
         self._held = text[keep:]
         return text[:keep], False
+
+    def count_token(self) -> None:
+        """Count a token. Call after its text, if any, was pushed."""
+        if self._num_ignored:
+            self._num_ignored -= 1
 
     def flush(self) -> str:
         """Return the text that was held back. Call at the end of the text."""

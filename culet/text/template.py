@@ -69,12 +69,13 @@ class RenderedChat:
     def up_to(self, message: str) -> RenderedChat:
         """Return the prompt without the end of its last turn, so that the answer continues `message`, the last one.
 
-        Templates trim messages, so white space at the end is lost.
+        The prompt ends with the message as it is. Templates trim white space at its end, which is put back here.
         """
-        text = self.text.rstrip().removesuffix(_TURN_END.rstrip())
+        text = self.text.rstrip().removesuffix(_TURN_END.rstrip()).rstrip()
         if not message.strip() or not text.endswith(message.strip()):
             raise BadRequest("continue_final_message: the prompt does not end with the text of the last message")
-        return RenderedChat(text, [cut for cut in self.cuts if cut < len(text)])
+        cuts = [cut for cut in self.cuts if cut < len(text)]
+        return RenderedChat(text + message[len(message.rstrip()) :], cuts)
 
 
 class ChatTemplate:

@@ -5,7 +5,8 @@ or a bare word such as a number, true, false or null. The caller recognizes quot
 like one is text. White space is allowed around names, keys, values and punctuation.
 
 Models also write a few other forms, more often after long prompts or if they are quantised. They are read as what they mean:
-`:NAME{...}` and `:call:NAME{...}`, parentheses as in `call:NAME(key=value)`, and keys and values in ASCII quotes.
+`:NAME{...}` and `:call:NAME{...}`, parentheses as in `call:NAME(key=value)` and `call:NAME({key:value})`, and keys and values
+in ASCII quotes.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class _State(Enum):
     ASCII_STRING = auto()  # in a bare value, between ASCII quotes
     STRING = auto()
     AFTER = auto()  # after a value, before a comma or the end of its object or array
+    PARENTHESIS = auto()  # after the object in `call:NAME({...})`
     DONE = auto()  # after the last brace
 
 
@@ -82,6 +84,7 @@ class CallReader:
         self._schemas = schemas
         self._state = _State.HEAD
         self._levels: list[_Level] = []
+        self._is_wrapped = False  # the arguments are an object in parentheses
         self._word: list[str] = []  # pieces of the current name, key or bare value
         self._json: list[str] = []  # JSON from the current push
         self._readers: dict[_State, Callable[[str, int], int]] = {
@@ -97,6 +100,7 @@ class CallReader:
             _State.ASCII_STRING: self._read_ascii_string,
             _State.STRING: self._read_string,
             _State.AFTER: self._read_after,
+            _State.PARENTHESIS: self._read_parenthesis,
             _State.DONE: self._read_rest,
         }
 
@@ -171,10 +175,14 @@ class CallReader:
 
     def _read_first_key(self, text: str, position: int) -> int:
         position = _skip_space(text, position)
-        if text[position : position + 1] == self._levels[-1].closer:
+        level, char = self._levels[-1], text[position : position + 1]
+        if char == level.closer:
             self._close()
             return position + 1
-        if position < len(text):
+        if char == "{" and level.is_named and not self._is_wrapped:
+            level.closer, self._is_wrapped = "}", True
+            return position + 1
+        if char:
             self._state = _State.KEY
         return position
 
@@ -265,6 +273,15 @@ class CallReader:
             self.fault = f"{char} after a value"
         return position + 1
 
+    def _read_parenthesis(self, text: str, position: int) -> int:
+        position = _skip_space(text, position)
+        char = text[position : position + 1]
+        if char == ")":
+            self._state = _State.DONE
+        elif char:
+            self.fault = f"{char} instead of a parenthesis"
+        return position + 1
+
     def _read_rest(self, text: str, position: int) -> int:
         if text[position:].strip():
             self.fault = "text after the arguments"
@@ -293,7 +310,7 @@ class CallReader:
         if self._levels:
             self._end_value()
         else:
-            self._state = _State.DONE
+            self._state = _State.PARENTHESIS if self._is_wrapped else _State.DONE
 
 
 def _is_escaped(pieces: list[str]) -> bool:

@@ -7,8 +7,17 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import Struct
 
+from culet.errors import UnsupportedError
+from culet.serve.api.anthropic import MessagesRequest
+from culet.serve.api.fields import Refused, refuse_unsupported
+from culet.serve.api.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
+from culet.serve.api.openai.chat import ChatRequest
+from culet.serve.api.openai.completions import CompletionRequest
+from culet.serve.api.openai.responses_protocol import ResponsesRequest
 from tests.serve.conftest import ANSWER
 from tests.serve.running import Running
 
@@ -58,6 +67,16 @@ def test_other_names_of_structured_outputs(tiny: Running, fields: dict[str, Any]
         ({"repeat_penalty": 5.0}, "repeat_penalty"),
         ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
         ({"structural_tag": "{}"}, "structural_tag"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"thinking_budget": 0}, "thinking_budget"),
+        ({"enable_thinking": True}, "enable_thinking"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"stop_regex": "a"}, "stop_regex"),
+        ({"top_n_sigma": 1.0}, "top_n_sigma"),
+        ({"max_new_tokens": 5}, "max_new_tokens"),
+        ({"echo": True}, "echo"),
         ({"thinking": {"type": "enabled", "budget_tokens": 3}}, "thinking"),
         ({"reasoning": {"exclude": True}}, "reasoning.exclude"),
         ({"continue_final_message": True}, "add_generation_prompt"),
@@ -76,22 +95,22 @@ MESSAGES = ("/v1/messages", {"messages": HELLO, "max_tokens": 20})
 
 @pytest.mark.parametrize(("path", "body"), [RESPONSES, MESSAGES], ids=["responses", "messages"])
 @pytest.mark.parametrize(
-    ("fields", "name"),
+    ("fields", "problem"),
     [
-        ({"best_of": 3}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
-        ({"n": 2}, "n"),
-        ({"continue_final_message": True}, "continue_final_message"),
-        ({"bad_words": ["x"]}, "bad_words"),
-        ({"guided_choice": ["a"], "regex": "b"}, "regex"),
+        ({"best_of": 3}, "best_of: not supported"),
+        ({"suffix": "x"}, "suffix: not supported"),
+        ({"n": 2}, "n: got 2, but this API returns one answer per request"),
+        ({"continue_final_message": True}, "continue_final_message: not supported"),
+        ({"bad_words": ["x"]}, "bad_words: not supported"),
+        ({"guided_choice": ["a"], "regex": "b"}, "regex: cannot be combined with guided_choice"),
     ],
 )
 def test_fields_that_other_apis_refuse(
-    tiny: Running, path: str, body: dict[str, Any], fields: dict[str, Any], name: str
+    tiny: Running, path: str, body: dict[str, Any], fields: dict[str, Any], problem: str
 ) -> None:
     response = tiny.http.post(path, json={"model": "gemma", **body, **fields})
     assert response.status_code == 400
-    assert name in response.json()["error"]["message"]
+    assert response.json()["error"]["message"].startswith(problem)
 
 
 @pytest.mark.parametrize(("path", "body"), [RESPONSES, MESSAGES], ids=["responses", "messages"])
@@ -112,6 +131,56 @@ def test_other_apis_know_structured_outputs(
     assert re.fullmatch(pattern, text)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "problem"),
+    [
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_object"}},
+            "regex: cannot be combined with response_format",
+        ),
+        ("/v1/responses", {"text": {"format": {"type": "json_object"}}}, "regex: cannot be combined with text.format"),
+        (
+            "/v1/messages",
+            {"output_format": {"type": "json_schema", "schema": {}}},
+            "regex: cannot be combined with output_format",
+        ),
+    ],
+)
+def test_two_forms(tiny: Running, path: str, fields: dict[str, Any], problem: str) -> None:
+    body = {"messages": HELLO, "input": "Hello", "max_tokens": 4, "regex": "a"}
+    response = tiny.http.post(path, json=body | fields)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, problem)
+
+
+def test_stop_sequences_count_beside_stop(fake: Running) -> None:
+    first, second = ANSWER.split()[1:3]
+    for stop, sequence in ((first, second), (second, first)):
+        fields = {"messages": HELLO, "max_tokens": 64, "stop": stop, "stop_sequences": [sequence]}
+        answer = fake.http.post("/v1/messages", json=fields).json()
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", first)
+
+
+BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, OllamaChatRequest, OllamaGenerateRequest)
+
+
+@pytest.mark.parametrize("body", [*BODIES, OllamaOptions], ids=lambda body: body.__name__)
+def test_every_refused_field_is_refused(body: type[Struct]) -> None:
+    """The type of a field is enough. No list has to name it."""
+    required: Any = {field.name: None for field in msgspec.structs.fields(body) if field.required}
+    names = [field.name for field in msgspec.structs.fields(body) if field.type == Refused]
+    assert names
+    for name in names:
+        with pytest.raises(UnsupportedError, match=rf"^{name}: not supported"):
+            refuse_unsupported(body(**required, **{name: msgspec.Raw(b'"x"')}))
+
+
+def test_refused_fields_inside_others() -> None:
+    options = OllamaOptions(tfs_z=msgspec.Raw(b"0.5"))
+    with pytest.raises(UnsupportedError, match=r"^options\.tfs_z: not supported"):
+        refuse_unsupported(OllamaChatRequest(model="gemma", options=options))
+
+
 def test_fields_of_one_api(tiny: Running) -> None:
     for path, body, name in (
         (*RESPONSES, "conversation"), (*RESPONSES, "prompt"), (*MESSAGES, "mcp_servers"), (*MESSAGES, "container"),
@@ -123,7 +192,9 @@ def test_fields_of_one_api(tiny: Running) -> None:
 
 def test_values_that_change_nothing(fake: Running) -> None:
     fields = {"min_tokens": 0, "bad_words": [], "use_beam_search": False, "length_penalty": 1.0, "typical_p": 1, "ebnf": None}
-    fields |= {"best_of": 1, "suffix": None, "modalities": ["text"], "audio": None}
+    fields |= {"best_of": 1, "suffix": None, "modalities": ["text"], "audio": None, "skip_special_tokens": True}
+    fields |= {"include_reasoning": True, "enable_thinking": False, "top_n_sigma": -1.0, "documents": [], "echo": False}
+    fields |= {"guided_json": None, "guided_choice": None, "grammar": "", "regex": "", "guided_regex": ""}
     assert fake.chat(messages=HELLO, **fields).status_code == 200
     for fields in ({"best_of": 2}, {"suffix": "x"}, {"min_tokens": 3}):
         response = fake.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, **fields})
@@ -147,10 +218,20 @@ def test_continue_the_last_message(tiny: Running, encode: Callable[[str], list[i
     answer = tiny.chat(messages=said, **fields).json()
     assert answer["usage"]["prompt_tokens"] == len(prompt)
     assert answer["choices"][0]["message"]["content"] == completion(tiny, prompt)
-    parts = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Once upon a "}]}]
+    parts = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Once upon a"}]}]
     assert tiny.chat(messages=parts, **fields).json()["choices"] == answer["choices"]
     body = {"messages": said, "add_generation_prompt": False, "continue_final_message": True}
     assert tiny.http.post("/tokenize", json=body).json()["tokens"] == prompt
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\n\n  ", "\t"])
+def test_an_answer_continues_after_the_last_space(tiny: Running, encode: Callable[[str], list[int]], space: str) -> None:
+    """Gemma's template trims messages, but a continued one ends where its text ends."""
+    messages = [*HELLO, {"role": "assistant", "content": f"Once upon a{space}"}]
+    prompt = encode(f"<bos><|turn>user\nHello<turn|>\n<|turn>model\nOnce upon a{space}")
+    body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+    assert tiny.http.post("/tokenize", json=body).json()["tokens"] == prompt
+    assert tiny.http.post("/v1/messages/count_tokens", json={"messages": messages}).json() == {"input_tokens": len(prompt)}
 
 
 @pytest.mark.parametrize("text", ["turn", "a |>", "model", "a <turn|>"])
@@ -170,6 +251,13 @@ def test_a_prefilled_turn(tiny: Running, encode: Callable[[str], list[int]]) -> 
     answer = tiny.http.post("/v1/messages", json={**body, "max_tokens": 12, "temperature": 0}).json()
     assert answer["content"][0]["text"] == completion(tiny, prompt)
     assert tiny.http.post("/v1/messages/count_tokens", json=body).json() == {"input_tokens": len(prompt)}
+
+
+def test_an_ollama_chat_that_ends_with_an_image_of_the_assistant(fake: Running) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "x", "images": ["AAAA"]}]
+    response = fake.http.post("/api/chat", json={"model": "gemma", "messages": messages})
+    assert response.status_code == 400
+    assert "messages[1].images[0]" in response.json()["error"]
 
 
 def test_control_tokens_in_a_continued_message_stay_text(tiny: Running) -> None:

@@ -150,6 +150,65 @@ def test_bad_forms_are_client_errors(tiny: Running) -> None:
     tiny.check_well()
 
 
+BAD_SCHEMA: Any = {"type": "strin"}
+MANY: Any = {"type": "object", "properties": {f"p{index}": {} for index in range(401)}}
+
+
+def bad_tools(place: int) -> Any:
+    """Return three tools. The schema of the one at `place` has too many optional properties for a grammar."""
+    return [
+        {"type": "function", "function": {"name": f"f{index}", "parameters": MANY if index == place else {}}}
+        for index in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"regex": "("}, "regex"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+        ({"grammar": "root ::= nothing"}, "grammar"),
+        ({"guided_json": BAD_SCHEMA}, "guided_json"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "[1]"}, "guided_json"),
+        ({"guided_choice": ["x" * 4096] * 300}, "guided_choice"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"json": BAD_SCHEMA}}, "structured_outputs.json"),
+        ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": BAD_SCHEMA}}}, "response_format"),
+        ({"tools": bad_tools(1), "tool_choice": "required"}, "tools[1]"),
+        ({"tools": bad_tools(2), "structured_outputs": {"regex": "a+"}}, "tools[2]"),
+        ({"tools": TOOLS, "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"tools": bad_tools(0), "guided_regex": "("}, "guided_regex"),
+    ],
+)
+def test_an_error_names_the_field(tiny: Running, fields: dict[str, Any], param: str) -> None:
+    response = tiny.chat(messages=HELLO, max_tokens=4, **fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert error["message"].startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "schema": BAD_SCHEMA}}}, "text.format.schema"),
+        ("/v1/responses", {"guided_regex": "("}, "guided_regex"),
+        ("/v1/messages", {"output_format": {"type": "json_schema", "schema": BAD_SCHEMA}}, "output_format"),
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": BAD_SCHEMA}}}, "output_config.format"),
+        ("/v1/completions", {"regex": "("}, "regex"),
+        ("/api/chat", {"format": BAD_SCHEMA}, "format"),
+    ],
+)
+def test_an_error_names_the_field_of_other_apis(tiny: Running, path: str, fields: dict[str, Any], name: str) -> None:
+    asked = {"/v1/responses": {"input": "Hello"}, "/v1/completions": {"prompt": "Hello"}}.get(path, {"messages": HELLO})
+    response = tiny.http.post(path, json={"model": "gemma", "max_tokens": 4} | asked | fields)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert (error if path == "/api/chat" else error["message"]).startswith(f"{name}: ")
+
+
 def grammar_workers(server: Running) -> list[int]:
     pid = server.process.pid
     children = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -40,7 +39,6 @@ from culet.serve.api.fields import (
     Text,
     ToolName,
     check_single,
-    refuse_given,
     sampling_params,
     thinking_of,
 )
@@ -51,6 +49,7 @@ from culet.serve.streams import EventStream, run_all
 from culet.structured.forms import SchemaText, schema_form
 from culet.text.output import OutputDelta
 from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece, call_part
+from culet.types import GrammarSpec
 
 ENDPOINT = "/v1/messages"
 _ERROR_TYPES = {
@@ -105,11 +104,14 @@ class OutputFormat(Struct):
 
 class OutputConfig(Struct):
     format: OutputFormat | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # a budget of the server for thoughts
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # sets the server's thinking budget for this level
 
 
 class Conversation(SamplingFields, kw_only=True):
-    """The body of POST /v1/messages/count_tokens, and the part of POST /v1/messages that describes the conversation."""
+    """The body of POST /v1/messages/count_tokens, and the base of MessagesRequest.
+
+    Clients may count the tokens of a whole POST /v1/messages body. Its sampling fields are allowed and do not change the count.
+    """
 
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=65536)]
     system: Text | Annotated[list[TextBlock], Meta(max_length=1024)] | None = None
@@ -132,10 +134,7 @@ class MessagesRequest(Conversation, kw_only=True):
     reasoning_effort: Refused = UNSET
     reasoning: Refused = UNSET
     constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
-
-    def refuse(self) -> None:
-        super().refuse()
-        refuse_given(self, ("mcp_servers", "container", "continue_final_message", "reasoning_effort", "reasoning"))
+    unmarked_tool_calls: bool | None = None  # calls of declared tools count without the tokens around them
 
 
 class AnthropicUsage(Struct):
@@ -159,7 +158,7 @@ class AnthropicAnswer(Struct):
     usage: AnthropicUsage
     type: str = "message"
     role: str = "assistant"
-    warning: str | UnsetType = UNSET  # why an answer that has ended is empty
+    warning: str | UnsetType = UNSET  # begins with empty_after_thinking, which clients would not accept as a stop reason
 
 
 class TokenCount(Struct):
@@ -209,19 +208,17 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
 async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
     check_single(body)
-    if body.stop_sequences is not None:
-        body.stop = body.stop_sequences
-    params = sampling_params(service, body, max_tokens=body.max_tokens)
     config = body.output_config or OutputConfig()
-    if params.thinking_token_budget is None:
-        effort: Effort | None = "xhigh" if config.effort == "max" else config.effort
-        budget = body.thinking.budget_tokens if body.thinking is not None else None
-        params = replace(params, thinking_token_budget=thinking_of(service, effort=effort, budget=budget).budget)
-    form = body.output_format or config.format
-    if form is not None and params.structured_outputs is not None:
-        raise BadRequest("output_config.format: cannot be combined with another form of structured output")
-    if form is not None:
-        params = replace(params, structured_outputs=schema_form(form.schema_, strict=True))
+    effort: Effort | None = "xhigh" if config.effort == "max" else config.effort
+    budget = body.thinking.budget_tokens if body.thinking is not None else None
+    params = sampling_params(
+        service,
+        body,
+        max_tokens=body.max_tokens,
+        more_stops=body.stop_sequences or (),
+        thinking_budget=thinking_of(service, effort=effort, budget=budget).budget,
+        form=_form(body, config),
+    )
     choice = body.tool_choice
     names = {"any": "required", "none": "none", "auto": "auto"}
     if choice is not None and choice.type == "tool" and choice.name is None:
@@ -235,11 +232,18 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
         tools=_tools(body),
         tool_choice="auto" if choice is None else names.get(choice.type, f"={choice.name}"),
         constrain_tool_calls=body.constrain_tool_calls,
+        unmarked_tool_calls=body.unmarked_tool_calls,
         single_call=choice is not None and choice.disable_parallel_tool_use,
         enable_thinking=_thinking(body),
         continued=prefilled(messages[-1]),
         clamp=True,  # clients must always send max_tokens, so they send large ones
     )
+
+
+def _form(body: MessagesRequest, config: OutputConfig) -> GrammarSpec | None:
+    if body.output_format is not None:
+        return schema_form(body.output_format.schema_, "output_format", strict=True)
+    return None if config.format is None else schema_form(config.format.schema_, "output_config.format", strict=True)
 
 
 # From Anthropic's messages to chat messages

@@ -38,6 +38,7 @@ class PreparedChat:
     tools: Sequence[Mapping[str, Any]] = ()
     single_call: bool = False  # end with the first tool call
     calls_hold: bool = False  # a grammar holds tool calls to their form, so their parts can be sent before they are complete
+    unmarked_calls: bool = False  # calls count without the tokens around them
 
     def open(self, endpoint: str, origin: Origin) -> Generation:
         """Submit the request. The caller must read the generation and close it (`async with`)."""
@@ -47,6 +48,7 @@ class PreparedChat:
             tools=self.tools,
             single_call=self.single_call,
             calls_hold=self.calls_hold,
+            unmarked_calls=self.unmarked_calls,
         )
         return Generation(
             self.service,
@@ -84,6 +86,7 @@ async def prepare(
     tools: Sequence[Mapping[str, Any]] = (),
     tool_choice: str = "auto",
     constrain_tool_calls: bool | None = None,
+    unmarked_tool_calls: bool | None = None,
     single_call: bool = False,
     enable_thinking: bool | None = None,
     options: Mapping[str, Any] | None = None,
@@ -95,7 +98,8 @@ async def prepare(
     """Check, render and tokenize a chat request.
 
     `tool_choice` is auto, none, required, or `=NAME` for the tool that must be called. With `constrain_tool_calls`, or if the
-    server says so, the calls of `auto` are held to the tools. `continued` is the text of the last message if the answer
+    server says so, the calls of `auto` are held to the tools. `unmarked_tool_calls` is the same for calls without the tokens
+    around them. `continued` is the text of the last message if the answer
     continues it. With `clamp`, a `max_tokens` that exceeds the context is lowered.
     """
     service.require_ready()
@@ -129,7 +133,8 @@ async def prepare(
         params = replace(params, logit_bias={**(params.logit_bias or {}), call_id: _FORBID})
     if clamp or service.settings.clamp_max_tokens:
         params = service.clamp(params, len(prompt.token_ids))
-    return PreparedChat(service, prompt, params, offered, single_call, calls_hold)
+    unmarked = service.settings.unmarked_tool_calls if unmarked_tool_calls is None else unmarked_tool_calls
+    return PreparedChat(service, prompt, params, offered, single_call, calls_hold, unmarked)
 
 
 async def _call_grammar(service: Service, tools: Sequence[Mapping[str, Any]]) -> GrammarSpec | None:
@@ -143,8 +148,9 @@ async def _call_grammar(service: Service, tools: Sequence[Mapping[str, Any]]) ->
 
 def prefilled(message: Mapping[str, Any]) -> str | None:
     """Return the text of a chat's last message if it is the beginning of the model's answer, or None."""
-    is_prefilled = message["role"] == "assistant" and "tool_calls" not in message and message["content"].strip()
-    return message["content"] if is_prefilled else None
+    text = message.get("content")
+    is_text = isinstance(text, str) and bool(text.strip())
+    return text if message["role"] == "assistant" and "tool_calls" not in message and is_text else None
 
 
 def _form(document: GrammarSpec | None, tools: Sequence[Mapping[str, Any]], tool_choice: str, single_call: bool) -> Form | None:

@@ -6,10 +6,11 @@ servers. Unsupported fields that would change the answer are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from culet.config import read_thinking_budgets
@@ -17,7 +18,7 @@ from culet.errors import BadRequest, UnsupportedError
 from culet.media.parts import MediaOptions
 from culet.serve.service import Service
 from culet.structured.forms import FormAliases, ResponseFormat, StructuredFields, form_of
-from culet.types import MAX_SEED, SamplingParams
+from culet.types import MAX_SEED, GrammarSpec, SamplingParams
 
 MAX_TEXT = 64 << 20  # larger than any body
 MAX_TOKENS = 2**31 - 1
@@ -119,7 +120,7 @@ class StreamOptions(Struct):
 
 Refused = Annotated[Raw, Meta(extra_json_schema={"enum": [None]})] | UnsetType
 # Values that change nothing, as JSON: for most fields, and for some of them.
-_NEUTRAL = (b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""', b"-1")
+_NEUTRAL = (b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""', b"-1", b"-1.0")
 _NEUTRAL_OF = {
     "length_penalty": (b"null", b"1", b"1.0"),
     "best_of": (b"null", b"0", b"1"),
@@ -128,11 +129,15 @@ _NEUTRAL_OF = {
     "typical_p": (b"null", b"1", b"1.0"),
     "tfs_z": (b"null", b"1", b"1.0"),
     "repeat_penalty": (b"null", b"1", b"1.0"),
+    "skip_special_tokens": (b"null", b"true"),
+    "include_reasoning": (b"null", b"true"),
+    "prompt_logprobs": (b"null",),
+    "thinking_budget": (b"null",),
 }
 
 
 class UnsupportedFields(FormAliases, kw_only=True):
-    """Fields of other servers that would change the answer. They are refused by name unless their values change nothing.
+    """Fields of other servers that would change the answer. They are refused by name, unless the value has no effect.
 
     The class derives from FormAliases only because a Struct cannot have two bases.
     """
@@ -151,12 +156,30 @@ class UnsupportedFields(FormAliases, kw_only=True):
     structural_tag: Refused = UNSET
     guided_whitespace_pattern: Refused = UNSET
     top_a: Refused = UNSET
+    top_n_sigma: Refused = UNSET
+    smoothing_factor: Refused = UNSET
+    epsilon_cutoff: Refused = UNSET
+    eta_cutoff: Refused = UNSET
+    samplers: Refused = UNSET
     mirostat: Refused = UNSET
     dry_multiplier: Refused = UNSET
     xtc_probability: Refused = UNSET
     dynatemp_range: Refused = UNSET
     logits_processors: Refused = UNSET
+    custom_logit_processor: Refused = UNSET
+    lora_path: Refused = UNSET
+    min_new_tokens: Refused = UNSET
+    max_new_tokens: Refused = UNSET
+    stop_regex: Refused = UNSET
+    no_stop_trim: Refused = UNSET
     include_stop_str_in_output: Refused = UNSET
+    skip_special_tokens: Refused = UNSET
+    prompt_logprobs: Refused = UNSET
+    n_probs: Refused = UNSET
+    enable_thinking: Refused = UNSET  # in chat_template_kwargs, it is supported
+    include_reasoning: Refused = UNSET
+    thinking_budget: Refused = UNSET
+    documents: Refused = UNSET
     truncate_prompt_tokens: Refused = UNSET
     ebnf: Refused = UNSET
     json_schema: Refused = UNSET
@@ -166,24 +189,26 @@ class UnsupportedFields(FormAliases, kw_only=True):
     functions: Refused = UNSET  # OpenAI's tools before there were `tools`
     function_call: Refused = UNSET
 
-    def refuse(self) -> None:
-        """Raise if the request has such a field."""
-        refuse_given(self, _UNSUPPORTED)
 
-
-def refuse_given(fields: Struct, names: Iterable[str], prefix: str = "") -> None:
-    """Raise if one of these fields, which are not supported, has a value that would change the answer."""
-    for name in names:
+def refuse_unsupported(fields: Struct, prefix: str = "") -> None:
+    """Raise if a `Refused` field, here or in a struct inside, has a value that would change the answer."""
+    refused = _refused_names(type(fields))
+    for name in fields.__struct_fields__:
         value = getattr(fields, name)
-        if not isinstance(value, UnsetType) and memoryview(value) not in _NEUTRAL_OF.get(name, _NEUTRAL):
-            raise UnsupportedError(f"{prefix}{name}: not supported", hint="omit the field")
+        if name in refused:
+            if not isinstance(value, UnsetType) and memoryview(value) not in _NEUTRAL_OF.get(name, _NEUTRAL):
+                raise UnsupportedError(f"{prefix}{name}: not supported", hint="omit the field")
+        elif isinstance(value, Struct):
+            refuse_unsupported(value, f"{prefix}{name}.")
 
 
-_UNSUPPORTED = [name for name in UnsupportedFields.__struct_fields__ if name not in FormAliases.__struct_fields__]
+@cache
+def _refused_names(cls: type[Struct]) -> frozenset[str]:
+    return frozenset(field.name for field in msgspec.structs.fields(cls) if field.type == Refused)
 
 
 class SamplingFields(UnsupportedFields, kw_only=True):
-    """The sampling fields that requests of OpenAI's and Anthropic's APIs share."""
+    """Fields that OpenAI's APIs and `/v1/messages` have in common."""
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     max_tokens: CountOrNone = None
@@ -211,9 +236,9 @@ class SamplingFields(UnsupportedFields, kw_only=True):
 
 
 def check_single(fields: SamplingFields) -> None:
-    """Raise if a request asks for several answers in an API whose answers have room for one."""
+    """Raise if `n` is above 1. Some APIs return exactly one answer per request."""
     if fields.n is not None and fields.n > 1:
-        raise UnsupportedError(f"n: got {fields.n}, but there is only one answer here", hint="send several requests")
+        raise UnsupportedError(f"n: got {fields.n}, but this API returns one answer per request", hint="send several requests")
 
 
 class Thinking(NamedTuple):
@@ -245,17 +270,23 @@ def sampling_params(
     fields: SamplingFields,
     *,
     max_tokens: int | None,
+    more_stops: Sequence[str] = (),
+    thinking_budget: int | None = None,
+    form: GrammarSpec | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Convert `fields` to SamplingParams. Raise if a value exceeds the server's limits."""
-    fields.refuse()
+    """Convert `fields` to SamplingParams. Raise if a field is not supported or exceeds the server's limits.
+
+    `more_stops`, `thinking_budget` and `form` come from fields that not all APIs have.
+    """
+    refuse_unsupported(fields)
     limits = service.limits
-    stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    stop = [*([fields.stop] if isinstance(fields.stop, str) else fields.stop or ()), *more_stops]
     n = fields.n or 1
     for name, got, limit in (
         ("n", n, limits.n),
-        ("stop", len(stop), limits.stops),
+        ("stop_sequences" if more_stops else "stop", len(stop), limits.stops),
         ("logprobs", max(logprobs or 0, prompt_logprobs or 0), limits.logprobs),
         ("logit_bias", len(fields.logit_bias or ()), limits.logit_bias),
     ):
@@ -268,7 +299,7 @@ def sampling_params(
         min_p=fields.min_p,
         max_tokens=max_tokens,
         min_tokens=fields.min_tokens or 0,
-        thinking_token_budget=fields.thinking_token_budget,
+        thinking_token_budget=thinking_budget if fields.thinking_token_budget is None else fields.thinking_token_budget,
         stop=stop,
         stop_token_ids=fields.stop_token_ids or (),
         ignore_eos=fields.ignore_eos,
@@ -280,5 +311,5 @@ def sampling_params(
         repetition_penalty=fields.repetition_penalty,
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
-        structured_outputs=form_of(fields.response_format, fields.merged(fields.structured_outputs)),
+        structured_outputs=form_of(fields.response_format, fields.structured_outputs, fields, form),
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from culet import LLM, SamplingParams
+from culet.cli.chat import Conversation
+from culet.cli.chat_screen import Screen
 from culet.config import BUILT_IN, ScheduleConfig
 from culet.engine.requests import RequestRules
 from culet.media.reader import MediaReader
@@ -81,6 +84,30 @@ def test_tool_calls_come_parsed(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (result.text, result.finish_reason) == ("", "tool_calls")
     streamed = [call for delta in llm.stream(HELLO, tools=TOOLS) for call in delta.tool_calls]
     assert [(call.name, call.arguments) for call in streamed] == [(call.name, call.arguments)]
+
+
+def test_calls_without_marks_on_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = scripted(folder, monkeypatch, "call:weather{days:3}<turn|>")
+    [result] = llm.chat(HELLO, tools=TOOLS)
+    assert (result.text, result.tool_calls) == ("call:weather{days:3}", ())
+    [result] = llm.chat(HELLO, tools=TOOLS, unmarked_tool_calls=True)
+    assert (result.text, [call.arguments for call in result.tool_calls]) == ("", [{"days": 3}])
+    streamed = [call for delta in llm.stream(HELLO, tools=TOOLS, unmarked_tool_calls=True) for call in delta.tool_calls]
+    assert [call.arguments for call in streamed] == [{"days": 3}]
+
+
+def test_an_empty_answer_after_a_thought_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = scripted(folder, monkeypatch, "<|channel>thought\nHm.\n<channel|><turn|>")
+    [result] = llm.chat(HELLO, enable_thinking=True)
+    assert (result.text, result.finish_reason, result.stop_reason) == ("", "stop", "empty_after_thinking")
+    assert result.samples[0].warning.startswith("empty_after_thinking: the model ended its turn")
+    assert list(llm.stream(HELLO, enable_thinking=True))[-1].stop_reason == "empty_after_thinking"
+    assert scripted(folder, monkeypatch, THOUGHT).chat(HELLO)[0].stop_reason is None
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    Conversation(llm, SamplingParams(), Screen(markdown=False), system=None, enable_thinking=True).run("tiny")
+    assert "[empty_after_thinking: the model ended its turn" in capsys.readouterr().err
 
 
 def test_every_sample_has_its_own_output(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def test_tools_without_a_grammar_still_work(fake: Running) -> None:
     tools = [{"type": "function", "function": {"name": "wide", "parameters": many}}]
     fields: Any = {"messages": HELLO, "tools": tools, "max_tokens": 4}
     assert fake.chat(**fields).status_code == 200
-    assert "tool calls are not constrained: tools: the schemas are too large" in fake.log()
+    assert "tool calls are not constrained: tools[0]: the schemas are too large" in fake.log()
     response = fake.chat(**fields, tool_choice="required")
     assert response.status_code == 400
     assert "too large" in response.json()["error"]["message"]
@@ -190,18 +190,64 @@ def test_other_apis_take_budgets(tiny: Running) -> None:
 def test_an_empty_answer_after_a_thought_says_so(scripted: Callable[..., Running]) -> None:
     with scripted("<|channel>thought\nHm, let me see.<channel|><turn|>") as server:
         (choice,) = server.chat(messages=HELLO).json()["choices"]
-        assert choice["finish_reason"] == "stop"
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "empty_after_thinking")
         assert choice["warning"].startswith("empty_after_thinking: the model ended its turn after ")
-        last = [chunk for chunk in events(server, "/v1/chat/completions", messages=HELLO) if chunk["choices"]][-1]
-        assert last["choices"][0]["warning"] == choice["warning"]
+        for more in ({}, {"logprobs": True}):
+            last = [chunk for chunk in events(server, "/v1/chat/completions", messages=HELLO, **more) if chunk["choices"]][-1]
+            ends = [last["choices"][0], server.chat(messages=HELLO, **more).json()["choices"][0]]
+            for end in ends:
+                assert [end[name] for name in ("stop_reason", "warning")] == ["empty_after_thinking", choice["warning"]]
         answer = server.http.post("/v1/messages", json={"messages": HELLO, "max_tokens": 90}).json()
         assert (answer["stop_reason"], answer["warning"]) == ("end_turn", choice["warning"])
         delta = next(e for e in events(server, "/v1/messages", messages=HELLO, max_tokens=90) if e["type"] == "message_delta")
         assert delta["delta"]["warning"] == choice["warning"]
-        assert server.http.post("/v1/responses", json={"input": "Hello"}).json()["warning"] == choice["warning"]
+        answer = server.http.post("/v1/responses", json={"input": "Hello"}).json()
+        assert (answer["status"], answer["stop_reason"]) == ("completed", "empty_after_thinking")
+        assert answer["warning"] == choice["warning"]
+        last = list(events(server, "/v1/responses", input="Hello"))[-1]["response"]
+        assert (last["stop_reason"], last["warning"]) == ("empty_after_thinking", choice["warning"])
+        answer = server.http.post("/api/chat", json={"model": "gemma", "messages": HELLO, "stream": False}).json()
+        assert (answer["done_reason"], answer["warning"]) == ("stop", choice["warning"])
         (choice,) = server.chat(messages=HELLO, max_tokens=4).json()["choices"]
-        assert choice["finish_reason"] == "length"
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "empty_after_thinking")
         assert "max_tokens was reached" in choice["warning"]
+
+
+def test_other_answers_have_no_stop_reason(fake: Running) -> None:
+    for more in ({}, {"logprobs": True}):
+        assert not {"stop_reason", "warning"} & fake.chat(messages=HELLO, **more).json()["choices"][0].keys()
+
+
+# Calls without the tokens around them
+
+
+@pytest.mark.parametrize("is_setting", [False, True], ids=["field", "setting"])
+def test_unmarked_calls(scripted: Callable[..., Running], is_setting: bool) -> None:
+    text = 'I will ask. call:get_weather{city:<|"|>Paris<|"|>}<turn|>'
+    tools = TOOLS[:1]
+    asked: Any = {} if is_setting else {"unmarked_tool_calls": True}
+    with scripted(text, settings={"unmarked_tool_calls": is_setting}) as server:
+        (choice,) = server.chat(messages=HELLO, tools=tools, **asked).json()["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("I will ask. ", "tool_calls")
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("get_weather", {"city": "Paris"})
+        chunks = list(events(server, "/v1/chat/completions", messages=HELLO, tools=tools, **asked))
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "I will ask. "
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert "".join(call["function"]["arguments"] for call in calls) == call["function"]["arguments"]
+        own = [{"name": "get_weather", "input_schema": tools[0]["function"]["parameters"]}]
+        answer = server.http.post("/v1/messages", json={"messages": HELLO, "max_tokens": 90, "tools": own, **asked}).json()
+        assert (answer["stop_reason"], answer["content"][-1]["input"]) == ("tool_use", {"city": "Paris"})
+        own = [{"type": "function", **tools[0]["function"]}]
+        answer = server.http.post("/v1/responses", json={"input": "Hello", "tools": own, **asked}).json()
+        assert answer["output"][-1]["name"] == "get_weather"
+        (choice,) = server.chat(messages=HELLO, tools=tools, guided_regex="I.*", **asked).json()["choices"]
+        assert choice["message"]["content"] == "I will ask. call:get_weather{city:Paris}"
+        refused: Any = {"unmarked_tool_calls": False} if is_setting else {}
+        for fields in ({"tools": tools, **refused}, {"tools": tools[:0], **asked}, {"tools": TOOLS[1:2], **asked}):
+            (choice,) = server.chat(messages=HELLO, **fields).json()["choices"]
+            assert choice["message"]["content"] == "I will ask. call:get_weather{city:Paris}"
 
 
 # The least number of tokens
@@ -225,8 +271,7 @@ def test_min_tokens_in_every_api(tiny: Running, mark: Callable[[str], str]) -> N
 
 
 def test_no_stop_string_ends_an_answer_before_min_tokens(tiny: Running) -> None:
-    letters = list("abcdefghijklmnopqrstuvwxyz ")[:16]
-    fields: Any = {"max_tokens": 20, "temperature": 1.0, "seed": 5, "ignore_eos": True, "stop": letters}
+    fields: Any = {"max_tokens": 20, "temperature": 1.0, "seed": 5, "ignore_eos": True, "stop": list("abcdefghijklmnop")}
     for least in (0, 9):
         usage = tiny.chat(messages=HELLO, **fields, min_tokens=least).json()["usage"]
         plain = tiny.http.post("/v1/completions", json={"model": "gemma", "prompt": "x", **fields, "min_tokens": least}).json()

@@ -57,7 +57,7 @@ def test_types_are_not_expanded_twice() -> None:
 def test_text_is_counted_while_it_is_produced() -> None:
     wide = {f"k{index}": {"type": "string", "enum": ["x" * 1000]} for index in range(400)}
     schema = {"type": "object", "properties": {f"p{index}": {"type": "object", "properties": wide} for index in range(10)}}
-    with pytest.raises(BadRequest, match=r"^tools: the schemas are too large: expanded") as caught:
+    with pytest.raises(BadRequest, match=r"^the schemas are too large: expanded") as caught:
         call_grammar(tool(schema))
     assert str(MAX_GRAMMAR_CHARS) in caught.value.message
     assert "auto" in caught.value.hint
@@ -124,12 +124,12 @@ def test_the_process_expands_tools_and_says_why_it_does_not() -> None:
         assert accepts(start(both), "yes")
         assert accepts(start(both), *call("call:f{x:5}"))
         wide = {"type": "object", "properties": {f"k{index}": {} for index in range(2000)}}
-        with pytest.raises(BadRequest, match=r"^tools: the schemas are too large"):
+        with pytest.raises(BadRequest, match=r"^tools\[0\]: the schemas are too large"):
             check.check(form(wide))
-        with pytest.raises(BadRequest, match="not valid JSON"):
+        with pytest.raises(BadRequest, match=r"^structured_outputs: not valid JSON"):
             check.check(form(schema, GrammarSpec("json_schema", "{")))
         deep = "{" + '"items":{' * 200_000 + "}" * 200_001
-        with pytest.raises(BadRequest, match="structured output"):
+        with pytest.raises(BadRequest, match=r"^structured_outputs: "):
             check.check(GrammarSpec("json_schema", deep))
     finally:
         check.close()

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from culet.errors import BadRequest, CheckpointError
-from culet.text.template import BUILT_IN, ChatTemplate, RenderLimits
+from culet.text.template import BUILT_IN, Chat, ChatTemplate, RenderLimits
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -383,6 +383,15 @@ def test_runaway_template_is_stopped(name):
     with pytest.raises(BadRequest, match=r"stopped after (0\.5|3) s"):
         template.render([USER])
     assert all(process.is_alive for process in template._idle)
+
+
+@pytest.mark.parametrize("said", ["{{ messages[0]['content'] }}", "{{ messages[0]['content'] | trim }}"])
+@pytest.mark.parametrize("end", ["<turn|>\n", "<turn|>", "\n", ""])
+@pytest.mark.parametrize("text", ["a b", "a b ", "a b\n\n", " a\n b\t"])
+def test_a_continued_message_ends_where_its_text_ends(said, end, text):
+    rendered = own("<|turn>model\n" + said + end).render_chat(Chat([{"role": "assistant", "content": text}]))
+    prompt = rendered.up_to(text).text
+    assert prompt.removeprefix("<|turn>model\n") == (text if "trim" not in said else text.lstrip())
 
 
 def test_rendering_continues_after_a_runaway():

@@ -200,6 +200,22 @@ def test_a_quoted_key_between_parentheses(tokenizer):
     assert call.arguments == {"a=b": 1, "c": 2}
 
 
+@pytest.mark.parametrize("body", ["", "a:1", f"a:{{b:[1,{Q}x{Q}]}}", '"a": 1, "b": {"c": ")"}'])
+def test_an_object_in_parentheses(tokenizer, body):
+    wanted = arguments(tokenizer, body)
+    for form in (f"({{{body}}})", f" ( {{{body}}} ) "):
+        output = answer(tokenizer, f"<|tool_call>call:f{form}<tool_call|>")
+        assert [call.arguments for call in output.tool_calls] == [wanted]
+        assert output.text == ""
+
+
+@pytest.mark.parametrize("form", ["({a:1}", "({a:1}})", "({a:1},{b:2})", "({a:1} x)", "({{a:1}})", "({a:1}))"])
+def test_broken_objects_in_parentheses(tokenizer, form):
+    output = answer(tokenizer, f"<|tool_call>call:f{form}<tool_call|>")
+    assert (output.tool_calls, output.num_malformed) == ((), 1)
+    assert form in output.text
+
+
 def test_a_quoted_number_is_a_string(tokenizer):
     assert arguments(tokenizer, 'a:"5"', {"properties": {"a": {"type": "integer"}}}) == {"a": "5"}
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -74,6 +74,7 @@ class OllamaDone(Struct, kw_only=True):
     prompt_eval_duration: int = 0
     eval_count: int = 0
     eval_duration: int = 0
+    warning: str | UnsetType = UNSET  # begins with empty_after_thinking if the answer is empty after thoughts
 
 
 class OllamaChatAnswer(OllamaDone, kw_only=True):
@@ -214,6 +215,7 @@ class _Lines:
         sample, counts = generation.samples[0], generation.token_counts()
         now = time.perf_counter()
         waited_s = (sample.first_token_at or now) - self._began_at - generation.queue_s
+        warning = {"warning": sample.warning} if sample.warning else {}
         return {
             "model": self._model,
             "created_at": _now(),
@@ -225,6 +227,7 @@ class _Lines:
             "prompt_eval_duration": _nanoseconds(waited_s),
             "eval_count": counts.num_generated,
             "eval_duration": _nanoseconds(sample.last_token_at - sample.first_token_at),
+            **warning,
         }
 
     def nothing(self) -> Response:

@@ -7,7 +7,6 @@ Ollama has its own names for sampling fields and groups them in `options`. Optio
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import wraps
 from typing import Annotated, Any, Literal
 
@@ -28,15 +27,15 @@ from culet.serve.api.fields import (
     Text,
     Thinking,
     ToolName,
-    refuse_given,
+    refuse_unsupported,
     sampling_params,
     thinking_of,
 )
 from culet.serve.api.openai.chat import PastCall, Tool
 from culet.serve.http_errors import reply_to
 from culet.serve.service import Service
-from culet.structured.forms import schema_form
-from culet.types import GrammarSpec, SamplingParams, StructuredOutputs
+from culet.structured.forms import any_object, schema_form
+from culet.types import GrammarSpec, SamplingParams
 
 ModelName = Annotated[str, Meta(max_length=256)]
 _SHARED = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")
@@ -111,10 +110,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
 def read_params(service: Service, body: OllamaRequest) -> SamplingParams:
     """Return the sampling parameters of a request. Raise if it has an unsupported field that would change the answer."""
     options = body.options or OllamaOptions()
-    refuse_given(body, ("logprobs",))
-    if isinstance(body, OllamaGenerateRequest):
-        refuse_given(body, ("suffix", "template", "context"))
-    refuse_given(options, ("mirostat", "tfs_z", "typical_p", "grammar"), "options.")
+    refuse_unsupported(body)
     given: dict[str, Any] = {name: getattr(options, name) for name in _SHARED}
     given["repetition_penalty"] = options.repeat_penalty
     if options.seed is not None and options.seed >= 0:
@@ -126,9 +122,8 @@ def read_params(service: Service, body: OllamaRequest) -> SamplingParams:
         problem = f"options.repeat_last_n: got {options.repeat_last_n}, but penalties always count the whole context"
         raise UnsupportedError(problem, hint="omit the field, or set it to -1")
     max_tokens = options.num_predict if options.num_predict is not None and options.num_predict > 0 else None
-    params = sampling_params(service, SamplingFields(**given), max_tokens=max_tokens)
-    budget = read_thinking(service, body).budget
-    return replace(params, structured_outputs=_read_format(body.format), thinking_token_budget=budget)
+    budget, form = read_thinking(service, body).budget, _read_format(body.format)
+    return sampling_params(service, SamplingFields(**given), max_tokens=max_tokens, thinking_budget=budget, form=form)
 
 
 def read_thinking(service: Service, body: OllamaRequest) -> Thinking:
@@ -142,9 +137,9 @@ def _read_format(given: Raw | UnsetType) -> GrammarSpec | None:
     if isinstance(given, UnsetType) or bytes(memoryview(given)[:6]) in (b"null", b'""'):
         return None
     if memoryview(given)[:1] == b"{":
-        return schema_form(given, strict=False)
+        return schema_form(given, "format", strict=False)
     if memoryview(given) == b'"json"':
-        return StructuredOutputs(json_object=True).spec()
+        return any_object("format")
     raise BadRequest('format: expected "json" or a JSON schema')
 
 
@@ -157,14 +152,7 @@ def read_messages(body: OllamaChatRequest) -> list[dict[str, Any]]:
         if message.thinking:
             given["reasoning_content"] = message.thinking
         if message.tool_calls:
-            given["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": call.function.arguments},
-                }
-                for call in message.tool_calls
-            ]
+            given["tool_calls"] = [_past_call(call) for call in message.tool_calls]
             if not message.content and not message.images:
                 del given["content"]
         if message.tool_name is not None:

@@ -34,7 +34,6 @@ from culet.serve.api.fields import (
     Text,
     TextPart,
     ToolName,
-    refuse_given,
     sampling_params,
     thinking_of,
 )
@@ -42,7 +41,7 @@ from culet.serve.api.openai.answers import ChatLogprobs, Usage, chat_entries, ch
 from culet.serve.generation import Generation
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all
-from culet.text.output import OutputDelta
+from culet.text.output import OutputDelta, stop_reason_of
 from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece, call_part
 from culet.types import SamplingParams
 
@@ -130,20 +129,16 @@ class ChatRequest(SamplingFields, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = True
     constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
+    unmarked_tool_calls: bool | None = None  # calls of declared tools count without the tokens around them
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     thinking: Refused = UNSET  # Anthropic's name
+    echo: Refused = UNSET
     chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the answer continues the last message, which is the assistant's
     mm_processor_kwargs: MediaFields | None = None
     chat_template: UnsetType | None = UNSET  # a template is a program, so requests cannot send one
-
-    def refuse(self) -> None:
-        super().refuse()
-        refuse_given(self, ("thinking",))
-        if self.reasoning is not None:
-            refuse_given(self.reasoning, ("exclude",), "reasoning.")
 
 
 class CalledFunction(Struct):
@@ -169,7 +164,8 @@ class Choice(Struct):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
-    warning: str | UnsetType = UNSET  # why an answer that has ended is empty
+    stop_reason: str | UnsetType = UNSET  # empty_after_thinking, which clients would not accept as a finish reason
+    warning: str | UnsetType = UNSET  # the same as a sentence
 
 
 class ChatAnswer(Struct):
@@ -198,7 +194,14 @@ async def chat(service: Service, request: Request) -> Response:
         return await _answer_with_logprobs(service, request, prepared, open_generation, model)
     (generation,) = await run_all(request, [open_generation])
     choices = [
-        Choice(index, _message(sample.output()), None, sample.finish_reason or "stop", sample.warning or UNSET)
+        Choice(
+            index,
+            _message(sample.output()),
+            None,
+            sample.finish_reason or "stop",
+            sample.stop_reason or UNSET,
+            sample.warning or UNSET,
+        )
         for index, sample in enumerate(generation.samples)
     ]
     return json_response(ChatAnswer(_new_id(), int(time.time()), model, choices, usage_of([generation])))
@@ -256,16 +259,14 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
     if max_tokens == 0:
         raise BadRequest("max_tokens: got 0, expected at least 1")
     num_top = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(service, body, max_tokens=max_tokens, logprobs=num_top)
-    if num_top is not None and max_tokens is not None:
-        num_tokens = params.n * min(max_tokens, service.rules.max_model_len)
-        service.answers.check(chat_size(num_tokens, num_top), "logprobs")
     options = body.chat_template_kwargs
     asked = body.reasoning or Reasoning()
     is_on = options.enable_thinking if options is not None and options.enable_thinking is not None else asked.enabled
     thinking = thinking_of(service, effort=body.reasoning_effort or asked.effort, budget=asked.max_tokens, is_on=is_on)
-    if body.thinking_token_budget is None and thinking.budget is not None:
-        params = replace(params, thinking_token_budget=thinking.budget)
+    params = sampling_params(service, body, max_tokens=max_tokens, thinking_budget=thinking.budget, logprobs=num_top)
+    if num_top is not None and max_tokens is not None:
+        num_tokens = params.n * min(max_tokens, service.rules.max_model_len)
+        service.answers.check(chat_size(num_tokens, num_top), "logprobs")
     choice = body.tool_choice
     await check_chat(service, body.messages, ())  # before they are converted
     prepared = await prepare(
@@ -275,6 +276,7 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
         tools=[tool_fields(tool) for tool in body.tools or ()],
         tool_choice=f"={choice.function.name}" if isinstance(choice, NamedChoice) else choice or "auto",
         constrain_tool_calls=body.constrain_tool_calls,
+        unmarked_tool_calls=body.unmarked_tool_calls,
         single_call=body.parallel_tool_calls is False,
         enable_thinking=thinking.is_on,
         options={"preserve_thinking": True} if options is not None and options.preserve_thinking else None,
@@ -396,7 +398,10 @@ class _Chunks:
 
 def _finish(reason: str, warning: str) -> bytes:
     """Return the last fields of a choice."""
-    return b'"finish_reason":"%s"' % reason.encode() + (b',"warning":' + encoder.encode(warning) if warning else b"")
+    finish = b'"finish_reason":"%s"' % reason.encode()
+    if not warning:
+        return finish
+    return b'%s,"stop_reason":%s,"warning":%s' % (finish, encoder.encode(stop_reason_of(warning)), encoder.encode(warning))
 
 
 def _delta_fields(piece: OutputPiece, repeats_ids: bool) -> Iterator[bytes]:

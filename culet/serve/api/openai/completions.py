@@ -42,7 +42,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     prompt: (
         Text | Annotated[list[Text | TokenId | Annotated[list[TokenId], Meta(max_length=1 << 21)]], Meta(max_length=1 << 21)]
     )
-    max_completion_tokens: Count | None = None  # the name that chats have for max_tokens
+    max_completion_tokens: Count | None = None  # another name for max_tokens, as in chat requests
     echo: bool | None = False
     logprobs: Annotated[int, Meta(ge=0, le=1024)] | None = None
     return_token_ids: bool | None = None  # also return the ids of the generated tokens; always done without a tokenizer
@@ -130,13 +130,12 @@ def _check_size(
 def _params(service: Service, body: CompletionRequest) -> SamplingParams:
     if body.max_tokens == 0 and not body.echo:
         raise BadRequest("max_tokens: got 0, which is only allowed with echo")
-    if body.max_tokens is None:
-        body.max_tokens = body.max_completion_tokens
+    given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     return sampling_params(
         service,
         body,
         # A request always draws at least one token. If max_tokens is 0, the answer leaves it out.
-        max_tokens=_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens),
+        max_tokens=_MAX_TOKENS if given is None else max(1, given),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,10 @@ from culet.serve.generation import Generation, Origin
 from culet.serve.http_errors import HttpError, reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
-from culet.structured.forms import given_schema, schema_form
+from culet.structured.forms import any_object, given_schema, schema_form
 from culet.text.output import OutputDelta
 from culet.text.output_pieces import CallPart, Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall, call_part
-from culet.types import GrammarSpec, StructuredOutputs
+from culet.types import GrammarSpec
 
 ENDPOINT = "/v1/responses"
 
@@ -62,7 +62,8 @@ class ResponsesAnswer(Struct, kw_only=True):
     usage: ResponsesUsage | None = None
     incomplete_details: dict[str, str] | None = None
     error: dict[str, str] | None = None
-    warning: str | UnsetType = UNSET  # why an answer that has ended is empty
+    stop_reason: str | UnsetType = UNSET  # empty_after_thinking, which is no reason in incomplete_details
+    warning: str | UnsetType = UNSET  # the same as a sentence
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -147,14 +148,10 @@ async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[
     if body.background:
         raise UnsupportedError("background: not supported", hint="use stream instead")
     check_single(body)
-    params = sampling_params(service, body, max_tokens=body.max_output_tokens or body.max_tokens)
     asked = body.reasoning or ReasoningOptions()
     thinking = thinking_of(service, effort=asked.effort or body.reasoning_effort, budget=asked.max_tokens)
-    budget = thinking.budget if body.thinking_token_budget is None else body.thinking_token_budget
-    form = _form(body)
-    if form is not None and params.structured_outputs is not None:
-        raise BadRequest("text.format: cannot be combined with another form of structured output")
-    params = replace(params, structured_outputs=form or params.structured_outputs, thinking_token_budget=budget)
+    max_tokens = body.max_output_tokens or body.max_tokens
+    params = sampling_params(service, body, max_tokens=max_tokens, thinking_budget=thinking.budget, form=_form(body))
     choice = body.tool_choice
     tools = [
         {
@@ -170,6 +167,7 @@ async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[
         tools=tools,
         tool_choice=f"={choice.name}" if isinstance(choice, ResponsesToolName) else choice or "auto",
         constrain_tool_calls=body.constrain_tool_calls,
+        unmarked_tool_calls=body.unmarked_tool_calls,
         single_call=body.parallel_tool_calls is False,
         enable_thinking=thinking.is_on,
     )
@@ -180,10 +178,10 @@ def _form(body: ResponsesRequest) -> GrammarSpec | None:
     if asked is None or asked.type == "text":
         return None
     if asked.type == "json_object":
-        return StructuredOutputs(json_object=True).spec()
+        return any_object("text.format")
     if given_schema(asked.schema_) is None:
         raise BadRequest("text.format.schema: a JSON schema is required")
-    return schema_form(asked.schema_, strict=bool(asked.strict))
+    return schema_form(asked.schema_, "text.format.schema", strict=bool(asked.strict))
 
 
 def _new_answer(model: str, body: ResponsesRequest, *, is_stored: bool) -> ResponsesAnswer:
@@ -263,6 +261,7 @@ def _completed(answer: ResponsesAnswer, generation: Generation, items: _Items) -
         status="incomplete" if is_cut else "completed",
         incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         output=[item.build() for item in items.all],
+        stop_reason=generation.samples[0].stop_reason or UNSET,
         warning=generation.samples[0].warning or UNSET,
         usage=ResponsesUsage(
             input_tokens=counts.num_prompt,

@@ -18,7 +18,6 @@ from culet.serve.api.fields import (
     Schema,
     Text,
     ToolName,
-    refuse_given,
 )
 from culet.structured.forms import SchemaText
 
@@ -115,6 +114,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     instructions: Text | None = None
     max_output_tokens: Count | None = None
     constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
+    unmarked_tool_calls: bool | None = None  # calls of declared tools count without the tokens around them
     tools: Annotated[list[ResponsesTool], Meta(max_length=4096)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolName | None = None
     parallel_tool_calls: bool | None = True
@@ -131,13 +131,10 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     user: Id | None = None
     conversation: Refused = UNSET
     prompt: Refused = UNSET
+    logprobs: Refused = UNSET
     top_logprobs: Refused = UNSET
     continue_final_message: Refused = UNSET
     thinking: Refused = UNSET
-
-    def refuse(self) -> None:
-        super().refuse()
-        refuse_given(self, ("conversation", "prompt", "top_logprobs", "continue_final_message", "thinking"))
 
 
 def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:

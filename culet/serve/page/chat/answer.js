@@ -110,7 +110,7 @@ export async function answer(conversation, path, changed, failed = null) {
       const choice = chunk.choices?.[0];
       if (choice) {
         merge(message, choice.delta ?? {});
-        reason = choice.finish_reason ?? reason;
+        reason = choice.stop_reason ?? choice.finish_reason ?? reason;
       }
       save();
       changed(message);

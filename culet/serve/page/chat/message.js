@@ -107,6 +107,7 @@ export class UserItem {
 }
 
 const NOTES = { stopped: "Stopped", writing: "Interrupted" };
+const FINISH_NOTES = { length: "Token limit reached", empty_after_thinking: "Ended after thinking, without an answer" };
 
 function describe(message) {
   const { stats } = message;
@@ -150,7 +151,7 @@ export class AnswerItem {
     this.node.classList.toggle("writing", isWriting);
     this.node.classList.toggle("waiting", isWriting && !message.content && !hasThought && !message.tool_calls);
     this.#updateCalls(message, results, isLast && !isWriting);
-    const note = message.state === "failed" ? message.note : (NOTES[message.state] ?? (message.stats?.finish === "length" ? "Token limit reached" : ""));
+    const note = message.state === "failed" ? message.note : (NOTES[message.state] ?? FINISH_NOTES[message.stats?.finish] ?? "");
     this.note.textContent = note;
     this.note.hidden = isWriting || !note;
     this.note.classList.toggle("failed", message.state === "failed");
