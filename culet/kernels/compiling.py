@@ -142,7 +142,7 @@ class CompilerProcesses:
 
 
 def start_compiler(*, has_launchers: bool) -> LineProcess:
-    """Start a process that compiles kernels for one architecture. See `compiler_process`."""
+    """Start a process that compiles kernels: for one architecture, or without launchers for any. See `compiler_process`."""
     first_line = json.dumps({"has_launchers": has_launchers})
     return LineProcess("culet.kernels.compiler_process", "compiles kernels", first_line)
 

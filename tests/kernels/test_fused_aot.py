@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ from triton import knobs
 
 from culet.errors import InternalError
 from culet.hardware import SHARED_BYTES
-from culet.kernels.compiling import start_compiler
+from culet.kernels.compiler_process import compile_jobs
 from culet.kernels.cross_compile import compile_for
 from culet.kernels.triton.drafting import accept_drafts, context_kv, copy_suffix, draft_head, draft_round, token_layout
 from culet.kernels.triton.experts import expert_mlp, route
@@ -303,13 +304,14 @@ def test_architectures_do_not_affect_each_other(order: tuple[int, int]) -> None:
     assert "cvt.bf16.f16" not in ptx[89]
 
 
-@pytest.mark.usefixtures("empty_cache")
 def test_a_process_compiles_for_one_architecture() -> None:
-    process = start_compiler(has_launchers=False)
     job = {"cache": knobs.cache.dir, "module": "no.module", "kernel": "none", "specialization": "{}"}
-    assert "ModuleNotFoundError" in process.ask(json.dumps({**job, "capability": 90}), 60)["error"]
-    assert "compiles for sm_90, not for sm_89" in process.ask(json.dumps({**job, "capability": 89}), 60)["error"]
-    process.end()
+    answers = io.StringIO()
+    with knobs.cache.scope():  # a job sets the folder
+        compile_jobs((json.dumps({**job, "capability": capability}) for capability in (90, 89)), answers, has_launchers=True)
+    first, second = answers.getvalue().splitlines()
+    assert "ModuleNotFoundError" in first
+    assert "compiles for sm_90, not for sm_89" in second
 
 
 def test_a_kernel_that_does_not_compile_is_reported() -> None:
