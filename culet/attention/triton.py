@@ -69,7 +69,7 @@ class TritonBackend:
         self.few_queries = min(FEW_QUERIES, group.window or FEW_QUERIES)
         self._plans: list[_Plan] = []  # for the step's batch and its tail, found by identity
         self._scratch: Scratch | None = None
-        self._warmed_rows: dict[tuple[int, bool], int] = {}  # largest number of rows, by `max_queries` and whether masked
+        self._warmed_rows: dict[tuple[int, bool], int] = {}  # most rows compiled so far, by `max_queries` and whether masked
 
     def plan(self, batch: ForwardBatch, pool: Pool) -> None:
         """Sort the rows by kernel. If all rows have few query tokens, there is no device work."""
@@ -166,7 +166,7 @@ class TritonBackend:
     def _warm_fewer_rows(
         self, max_queries: int, q_TNH: Tensor, kv: PagedKV, rows: RaggedRows, out_TNH: Tensor, lse_TN: Tensor | None
     ) -> None:
-        """Compile the same call for every smaller number of rows. It decides how rows are split and joined."""
+        """Compile the same call for every smaller number of rows, because that number decides how rows are split and joined."""
         kind = max_queries, rows.visible_2T is not None
         for num_rows in range(self._warmed_rows.get(kind, 0) + 1, rows.num_rows):
             fewer = RaggedRows(rows.row_begin_B1, rows.context_B[:1].expand(num_rows), rows.visible_2T)

@@ -8,18 +8,21 @@ taken.
 
 A process compiles for one architecture. Triton 3.6 chooses its fp8 conversions for the first kernel of a process and keeps
 them. After a kernel for sm_90, kernels for sm_89 would get an instruction that sm_89 does not have. After a kernel for sm_89,
-kernels for sm_90 would get slow conversions.
+kernels for sm_90 would get slow conversions. Without launchers, the process compiles nothing itself but forks for each
+architecture. A fork need not load torch again, which takes seconds.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, TextIO
 
 import triton
 import triton.language as tl
@@ -41,8 +44,16 @@ def main() -> None:
     knobs.compilation.store_binary_only = has_launchers
     hash_kernels()
     _answer(answers, {"error": ""})
+    if has_launchers:
+        compile_jobs(sys.stdin, answers, has_launchers=True)
+    else:
+        _pass_on_jobs(sys.stdin, answers)
+
+
+def compile_jobs(jobs: Iterable[str], answers: TextIO, *, has_launchers: bool) -> None:
+    """Answer jobs for one architecture until there are no more."""
     capability = None
-    for line in sys.stdin:
+    for line in jobs:
         job = json.loads(line)
         capability = capability or job["capability"]
         try:
@@ -53,7 +64,39 @@ def main() -> None:
             _answer(answers, {"error": f"{type(error).__name__}: {error}"})
 
 
-def _answer(answers: Any, answer: dict[str, Any]) -> None:
+def _pass_on_jobs(jobs: Iterable[str], answers: TextIO) -> None:
+    """Have each job answered by the fork for its architecture."""
+    forks: dict[int, TextIO] = {}
+    for line in jobs:
+        capability = json.loads(line)["capability"]
+        if capability not in forks:
+            forks[capability] = _fork()
+        fork = forks[capability]
+        fork.write(line)
+        fork.flush()
+        answer = fork.readline()
+        if not answer:
+            del forks[capability]
+        answers.write(answer or '{"error": "the compiler crashed"}\n')
+        answers.flush()
+
+
+def _fork() -> TextIO:
+    """Start a copy of this process that compiles for one architecture. Return a file for its jobs and answers.
+
+    The copy ends when the file is closed, as it is when this process ends.
+    """
+    ours, theirs = socket.socketpair()
+    if not os.fork():
+        ours.close()
+        with theirs.makefile("rw") as file:
+            compile_jobs(file, file, has_launchers=False)
+        os._exit(0)
+    theirs.close()
+    return ours.makefile("rw")
+
+
+def _answer(answers: TextIO, answer: dict[str, Any]) -> None:
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
 

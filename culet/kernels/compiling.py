@@ -142,7 +142,7 @@ class CompilerProcesses:
 
 
 def start_compiler(*, has_launchers: bool) -> LineProcess:
-    """Start a process that compiles kernels for one architecture. See `compiler_process`."""
+    """Start a process that compiles kernels: for one architecture, or without launchers for any. See `compiler_process`."""
     first_line = json.dumps({"has_launchers": has_launchers})
     return LineProcess("culet.kernels.compiler_process", "compiles kernels", first_line)
 
@@ -254,7 +254,7 @@ def is_on_disk(key: str, name: str) -> bool:
 def mark_of(*facts: object) -> Path:
     """Return the path that exists if this version of the code compiled all kernels for `facts` (a model's shape, a GPU).
 
-    The whole package counts, because much of it decides which kernels are launched, and what a rehearsal launches.
+    The path depends on every file of the package, because code outside the kernels also decides which kernels are launched.
     """
     import triton
 

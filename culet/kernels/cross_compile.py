@@ -1,4 +1,4 @@
-"""Compile kernels for a GPU that is not present, to check that they fit it. Each architecture has its own compiler process."""
+"""Compile kernels for a GPU that is not present, to check that they fit it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from culet.line_process import LineProcess
 
 _LIMIT_S = 600.0  # for one kernel, even on a busy machine
 
-_compilers: dict[int, LineProcess] = {}  # by capability
+_compiler: LineProcess | None = None
 
 
 def compile_for(launch: Launch, capability: int) -> Any:
     """Return the kernel of `launch` compiled for `capability` (90 is sm_90). Its tensors may be on the meta device.
 
-    A process that compiles only for this architecture compiles the kernel. This process then loads it from the disk cache.
-    `compiler_process` explains why one process must not compile for several architectures.
+    A compiler process compiles the kernel, and this process loads it from the disk cache. If this process compiled it, kernels
+    for other architectures could become wrong (see `compiler_process`).
     """
     hash_kernels()
     signature, constants, attributes = launch.specialization()
@@ -45,14 +45,15 @@ def compile_for(launch: Launch, capability: int) -> Any:
             "options": launch.options,
         }
         job = {"cache": knobs.cache.dir, "module": kernel.__module__, "kernel": kernel.__name__, "capability": capability}
-        answer = _compiler(capability).ask(json.dumps({**job, "specialization": json.dumps(specialization)}), _LIMIT_S)
+        answer = _find_compiler().ask(json.dumps({**job, "specialization": json.dumps(specialization)}), _LIMIT_S)
         if answer["error"]:
             raise InternalError(f"{source.name} does not compile for sm_{capability}: {answer['error']}")
         count_elsewhere(answer)
     return triton.compile(source, target=target, options=launch.options)
 
 
-def _compiler(capability: int) -> LineProcess:
-    if capability not in _compilers or not _compilers[capability].is_alive:
-        _compilers[capability] = start_compiler(has_launchers=False)
-    return _compilers[capability]
+def _find_compiler() -> LineProcess:
+    global _compiler
+    if _compiler is None or not _compiler.is_alive:
+        _compiler = start_compiler(has_launchers=False)
+    return _compiler

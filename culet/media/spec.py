@@ -24,6 +24,7 @@ TOKEN_SIDE = PATCH_SIZE * POOLING  # one soft token stands for 48 x 48 pixels
 SAMPLE_RATE = 16_000
 MAX_MEL_SAMPLES = 30 * SAMPLE_RATE  # what the audio tower of E2B and E4B reads at once
 MIN_MEL_SAMPLES = 161  # fewer samples give no mel frame
+MEL_STRIDE = 4  # mel frames of a soft token. The convolutions shrink the mel bins by as much.
 SAMPLES_PER_TOKEN = 640  # of 12B
 DETAILS = ("low", "auto", "high")
 
@@ -150,7 +151,7 @@ def num_mel_frames(num_samples: int) -> int:
 
 def num_mel_tokens(num_frames: int) -> int:
     """Return the number of soft tokens of mel frames. Two convolutions of stride 2 each keep every other frame."""
-    return (num_frames + 3) // 4
+    return -(-num_frames // MEL_STRIDE)
 
 
 def sampled_indices(num_total: int, num_frames: int) -> list[int]:

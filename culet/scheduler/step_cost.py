@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 NUM_TIMES = 8  # times kept for each run of steps
-MIN_TIMES = 3  # times of each run of plain steps needed before they are compared with rounds
-MIN_ROUNDS = 2  # times of rounds needed. Of four rounds that are run to time them, the first and the last do not count.
+MIN_TIMES = 3  # plain steps that must be timed before rounds, and again after them, to compare them
+MIN_ROUNDS = 2  # rounds that must be timed. Four are run, but the first and the last do not count.
 FRESH = 96  # compare only runs at most this many steps apart, because a machine's speed drifts
 MAX_DRIFT = 1.2  # plain steps before and after a round may differ by this factor
 SAME = 1.3  # comparisons within this factor agree

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from triton import knobs
 
 from culet.errors import InternalError
 from culet.hardware import SHARED_BYTES
-from culet.kernels.compiling import start_compiler
+from culet.kernels.compiler_process import compile_jobs
 from culet.kernels.cross_compile import compile_for
 from culet.kernels.triton.drafting import accept_drafts, context_kv, copy_suffix, draft_head, draft_round, token_layout
 from culet.kernels.triton.experts import expert_mlp, route
@@ -50,13 +52,16 @@ ARCHITECTURES = (80, 89, 90, 100, 120)
 FEW_ARCHITECTURES = (80, 90)  # for kernels without tensor cores or large tiles: one without and one with dependent launch
 OTHERS = (80, 89, 100, 120)
 EPS = 1e-6
+T = TypeVar("T")
 # Whether every kernel is compiled for every architecture, or for one of them in turn.
 WHOLE = [False, pytest.param(True, marks=pytest.mark.slow)]
 
 
-def some_architectures(index: int) -> tuple[int, ...]:
-    """Return the architectures for which kernel number `index` is compiled by default: Hopper, and each time another one."""
-    return 90, OTHERS[index % len(OTHERS)]
+def due(kernels: Iterable[T], capability: int, is_whole: bool, architectures: tuple[int, ...] = ARCHITECTURES) -> Iterator[T]:
+    """Yield the kernels to compile for an architecture: all of them, or those whose turn it is among `architectures`."""
+    for index, kernel in enumerate(kernels):
+        if is_whole or capability == architectures[index % len(architectures)]:
+            yield kernel
 
 
 def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -94,7 +99,7 @@ def route_of(tokens: int, **extra: object) -> Launch:
     return route.describe_route(meta(tokens, 2816), floats(128, 2816), floats(128), out, EPS, **extra)
 
 
-# Kernels with tensor cores or large tiles, on every architecture.
+# Kernels with tensor cores or large tiles: always compiled for Hopper, and for the other architectures in turn.
 TILED: dict[str, Callable[..., Launch]] = {
     "linear 32 tokens": lambda **extra: linear_of(32, 5376, 21504, PLAIN, **extra),
     "gated 16 tokens": lambda **extra: linear_of(16, 21504, 5376, GATED, **extra),
@@ -107,19 +112,14 @@ TILED: dict[str, Callable[..., Launch]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "capability"),
-    [
-        pytest.param(name, capability, marks=() if capability in some_architectures(index) else pytest.mark.slow)
-        for index, name in enumerate(TILED)
-        for capability in ARCHITECTURES
-    ],
-)
-def test_tiled_kernels_fit(name: str, capability: int) -> None:
-    launch = TILED[name](pdl=capability >= 90, shared=SHARED_BYTES[capability])
-    compiled = compile_for(launch, capability)
-    assert compiled.metadata.shared <= SHARED_BYTES[capability]
-    assert compiled.asm["cubin"]
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("is_whole", WHOLE)
+def test_tiled_kernels_fit(capability: int, is_whole: bool) -> None:
+    for name in due(TILED, capability, is_whole or capability == 90, OTHERS):
+        launch = TILED[name](pdl=capability >= 90, shared=SHARED_BYTES[capability])
+        compiled = compile_for(launch, capability)
+        assert compiled.metadata.shared <= SHARED_BYTES[capability], name
+        assert compiled.asm["cubin"], name
 
 
 def small_launches(pdl: bool) -> Iterator[Launch]:
@@ -183,9 +183,7 @@ def sampling_launches(pdl: bool) -> Iterator[Launch]:
 @pytest.mark.parametrize("is_whole", WHOLE)
 @pytest.mark.parametrize("launches", [small_launches, sampling_launches])
 def test_other_kernels_compile(launches: Callable[[bool], Iterator[Launch]], capability: int, is_whole: bool) -> None:
-    for index, launch in enumerate(launches(capability >= 90)):
-        if not is_whole and capability != FEW_ARCHITECTURES[index % len(FEW_ARCHITECTURES)]:
-            continue
+    for launch in due(launches(capability >= 90), capability, is_whole, FEW_ARCHITECTURES):
         compiled = compile_for(launch, capability)
         assert compiled.metadata.shared <= SHARED_BYTES[89], f"{launch.kernel.__name__} would not fit the smallest architecture"
 
@@ -253,9 +251,7 @@ def round_launches(pdl: bool) -> Iterator[Launch]:
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("is_whole", WHOLE)
 def test_rounds_compile(capability: int, is_whole: bool) -> None:
-    for index, launch in enumerate(round_launches(capability >= 90)):
-        if not is_whole and capability != ARCHITECTURES[index % len(ARCHITECTURES)]:
-            continue
+    for launch in due(round_launches(capability >= 90), capability, is_whole):
         compiled = compile_for(launch, capability)
         assert compiled.metadata.shared <= SHARED_BYTES[89], f"{launch.kernel.__name__} takes too much shared memory"
 
@@ -274,9 +270,7 @@ HEADS = [
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 @pytest.mark.parametrize("is_whole", WHOLE)
 def test_heads_compile(capability: int, is_whole: bool) -> None:
-    for index, (vocab, size, rows) in enumerate(HEADS):
-        if not is_whole and capability != ARCHITECTURES[index % len(ARCHITECTURES)]:
-            continue
+    for vocab, size, rows in due(HEADS, capability, is_whole):
         num_rows = torch.Size(rows).numel()
         out = floats(num_rows, vocab // 64), meta(num_rows, vocab // 64, dtype=torch.int64)
         cap = 30.0 if len(rows) > 1 else None
@@ -310,13 +304,14 @@ def test_architectures_do_not_affect_each_other(order: tuple[int, int]) -> None:
     assert "cvt.bf16.f16" not in ptx[89]
 
 
-@pytest.mark.usefixtures("empty_cache")
 def test_a_process_compiles_for_one_architecture() -> None:
-    process = start_compiler(has_launchers=False)
     job = {"cache": knobs.cache.dir, "module": "no.module", "kernel": "none", "specialization": "{}"}
-    assert "ModuleNotFoundError" in process.ask(json.dumps({**job, "capability": 90}), 60)["error"]
-    assert "compiles for sm_90, not for sm_89" in process.ask(json.dumps({**job, "capability": 89}), 60)["error"]
-    process.end()
+    answers = io.StringIO()
+    with knobs.cache.scope():  # a job sets the folder
+        compile_jobs((json.dumps({**job, "capability": capability}) for capability in (90, 89)), answers, has_launchers=True)
+    first, second = answers.getvalue().splitlines()
+    assert "ModuleNotFoundError" in first
+    assert "compiles for sm_90, not for sm_89" in second
 
 
 def test_a_kernel_that_does_not_compile_is_reported() -> None:

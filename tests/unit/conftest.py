@@ -1,4 +1,4 @@
-"""Fixtures that tests of several packages use."""
+"""Fixtures that several packages share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[object, ...]]:
-    """Everything that makes Triton compile another kernel, for each launch. Nothing runs."""
+    """The keys by which Triton tells the kernels of all launches apart. No kernel runs."""
     torch = pytest.importorskip("torch")
     launch = pytest.importorskip("culet.kernels.triton.launch")
     keys: set[tuple[object, ...]] = set()

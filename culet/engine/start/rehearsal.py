@@ -164,9 +164,9 @@ class Rehearsal:
         yield from self._image_steps()
 
     def _short_rows(self, queries: int) -> Iterator[StepPlan]:
-        """Yield steps with rows of up to `queries` tokens, and the same beside a prompt, for all numbers of rows that fit.
+        """Yield steps whose rows have up to `queries` tokens, alone and beside a prompt, up to the most rows that fit.
 
-        If the budget allows it, all rows have `queries` tokens. Otherwise, all except one have a single token.
+        All rows have `queries` tokens if the budget allows it. Otherwise only one has, and the others have one token each.
         """
         context, most = min(CONTEXT, self.max_model_len - queries - 1), min(self.max_num_seqs, self.budget - queries + 1)
         if context < 0 or most < 1:
@@ -174,14 +174,14 @@ class Rehearsal:
         for num_rows in sorted({min(count, most) for count in (*ROW_COUNTS, most)}):
             length = queries if num_rows * queries <= self.budget else 1
             others = [(context, length, 1)] * (num_rows - 1)
-            # With as many logits as queries, the last layers also have rows of this length.
+            # Every query of this row has a logit, so that the tail of the step has a row of this length too.
             yield self._plan([*others, (context, queries, queries)])
             beside = min(BESIDE, self.budget - len(others) * length, self.max_model_len - context - 1)
             if beside > max(QUERY_COUNTS):
                 yield self._plan([*others, (context, beside, 1)])
 
     def _scored_beside(self) -> Iterator[StepPlan]:
-        """Yield a step in which one of two long rows is scored. Its last layers read many queries, but no fresh keys."""
+        """Yield a step with two long prompts, of which one is scored. Its tail has many queries, but no fresh keys."""
         length = min(BESIDE, self.budget // 2, self.max_model_len - 1)
         if self.max_num_seqs > 1 and length > max(QUERY_COUNTS):
             plan, scored = self._plan([(0, length, 1)] * 2), self._scored_plan(length)
@@ -218,7 +218,7 @@ class Rehearsal:
     # Memory
 
     def measure(self) -> Needs:
-        """Measure the memory for the heaviest steps, media, buffers and graphs. Frees everything except activations."""
+        """Measure the memory that the heaviest steps and images, buffers and graphs need. Keep only that of activations."""
         device = self.model.device
         before = torch.cuda.memory_allocated(device)
         runner = self._runner()
@@ -236,7 +236,7 @@ class Rehearsal:
         return Needs(peak, buffers, graphs, self._measure_towers())
 
     def _measure_towers(self) -> int:
-        """Measure the memory of the heaviest pass of a tower."""
+        """Return the peak GPU bytes of the vision tower's heaviest pass, which needs more than any pass over audio."""
         if self.towers is None:
             return 0
         images = heaviest_images(self.towers.specs.vision)

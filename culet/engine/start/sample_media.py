@@ -1,4 +1,4 @@
-"""Blank images and clips with which the towers are rehearsed at startup."""
+"""Blank images and silent clips to rehearse the towers with at startup."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from math import isqrt, prod
 
 from culet.media.items import MediaItem, MediaKind
-from culet.media.spec import BUDGETS
+from culet.media.spec import BUDGETS, MEL_STRIDE
 from culet.models.towers.spec import MEL_BINS, AudioSpec, TowerSpecs, UnifiedAudioSpec, UnifiedVisionSpec, VisionSpec
 
-_FRAMES_OF_A_TOKEN = 4
-_LONG_CLIP = 100  # soft tokens, more than the norms' kernels count as few
+_LONG_CLIP = 100  # soft tokens: too many for the norms' kernels for few tokens
 
 
 def heaviest_images(spec: VisionSpec | UnifiedVisionSpec | None) -> list[MediaItem]:
@@ -36,8 +35,9 @@ def _image(spec: VisionSpec | UnifiedVisionSpec, side: int) -> MediaItem:
 
 
 def _clip(spec: AudioSpec | UnifiedAudioSpec, num_tokens: int) -> MediaItem:
+    """Return a silent clip of `num_tokens` soft tokens: mel frames, or samples if there is no encoder."""
     if isinstance(spec, AudioSpec):
-        shape = num_tokens * _FRAMES_OF_A_TOKEN, MEL_BINS
+        shape = num_tokens * MEL_STRIDE, MEL_BINS
     else:
         shape = num_tokens, spec.num_samples
     return MediaItem(MediaKind.AUDIO, b"", num_tokens, shape, bytes(4 * prod(shape)))

@@ -20,11 +20,11 @@ from culet.layers.layer import Layer
 from culet.layers.weight.base import Projection
 from culet.layers.weight.weights import Weights
 from culet.media.items import MediaItem
+from culet.media.spec import MEL_STRIDE
 from culet.models.towers.linear import Projector, TowerLinear
 from culet.models.towers.packing import pack_rows
 from culet.models.towers.spec import MAX_FRAMES, MEL_BINS, AudioSpec
 
-_STRIDE = 4  # frames of a soft token
 _LONGEST_PERIOD = 10_000.0
 _INVISIBLE = -1e9  # score of a frame before the clip
 
@@ -57,7 +57,7 @@ class Subsampling(Layer):
         self.conv_1 = weights.array("layer1.conv.weight", second, first, 3, 3)
         self.norm_1 = weights.vector("layer1.norm.weight", second)
         self.matrix = weights.matrix(
-            Projection("input_proj_linear", spec.hidden_size), num_columns=MEL_BINS // _STRIDE * second
+            Projection("input_proj_linear", spec.hidden_size), num_columns=MEL_BINS // MEL_STRIDE * second
         )
 
     def forward(self, frames: Sequence[Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from culet.media.items import MediaKind
+from culet.media.spec import MEL_STRIDE
 from culet.models.spec import Section
 
 MEL_BINS = 128
@@ -126,7 +127,7 @@ class AudioSpec:
     def num_weights(self) -> int:
         hidden, (first, second) = self.hidden_size, self.channels
         num_linears = 10
-        subsample = 9 * first + first + 9 * first * second + second + (MEL_BINS // 4) * second * hidden
+        subsample = 9 * first + first + 9 * first * second + second + (MEL_BINS // MEL_STRIDE) * second * hidden
         feed_forward = 8 * hidden * hidden + 2 * hidden
         attention = 5 * hidden * hidden + self.head_dim
         convolution = 3 * hidden * hidden + hidden * self.conv_width + 2 * hidden

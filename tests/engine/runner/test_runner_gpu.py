@@ -362,7 +362,7 @@ def test_the_cache_takes_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
             str(checkpoint("31B")),
             device="cuda",
             gpu_memory_utilization=0.05,
-            language_model_only=True,  # the cache of features has room of its own, which it takes only when it needs it
+            language_model_only=True,  # room for the cache of features is reserved, but allocated only when needed
             **{**SETTINGS, "kv_cache_memory_bytes": None},
         )
     held = torch.cuda.memory_allocated()

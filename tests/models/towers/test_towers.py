@@ -77,7 +77,7 @@ def test_the_heaviest_images_fit_the_positions(shape):
 
 @pytest.mark.parametrize("shape", tiny.SHAPES)
 def test_the_towers_read_the_media_of_a_rehearsal(shape):
-    """There are many tokens and a single one of each kind, because kernels differ between the two."""
+    """Media of each kind come with many tokens and with one, because the two use different kernels."""
     specs = towers(shape).specs
     vision = dataclasses.replace(specs.vision, num_positions=6)  # the images of a whole tower take long on a CPU
     batches = list(sample_media(dataclasses.replace(specs, vision=vision)))

@@ -1,4 +1,4 @@
-"""While kernels are compiled ahead, one call with few queries per row compiles those of all smaller numbers of rows."""
+"""While kernels are compiled ahead, a call with few queries per row also compiles those for all smaller numbers of rows."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from culet.kernels.types import QuantisedWeight
 from culet.log import logger
 
 MAX_KEPT_PARTS = 8  # that a reader of parts adds up
-NARROW = 4096  # up to this many outputs, gate and up stay in float32
+NARROW = 4096  # a matrix with at most this many outputs keeps gate and up in float32
 
 _has_scaled_product = True  # until torch refuses it
 
@@ -109,7 +109,7 @@ def gated_linear(x_MK: Tensor, weight: QuantisedWeight) -> Tensor:
         return _run(x_MK, matrix, x_MK.new_empty(x_MK.shape[0], num_rows), tile, GATED)
     is_rounded = rounds_tokens(x_MK.shape[0], matrix, x_MK.device)
     if num_rows <= NARROW and x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and not is_rounded:
-        # Rounding gate and up before their product would leave errors of 5e-3 in some rows. More outputs average them out.
+        # Rounding gate and up before their product leaves errors of 5e-3 in some rows. With more outputs, they average out.
         return gelu_mul(torch.mm(x_MK, dequantise(matrix, x_MK.dtype).t(), out_dtype=torch.float32)).to(x_MK.dtype)
     return gelu_mul(_many_tokens(x_MK, matrix))
 
