@@ -37,6 +37,7 @@ from training.run import capped, main, read_phases
 from training.sharpen import FINAL_NORM, sharpen, sharpness_of
 
 F32 = torch.float32
+STEPS = "60,25,15"  # of the target, the assistant and the DFlash drafter
 CPU = torch.device("cpu")
 TEXT = [2, 105, *range(FIRST_WORD + 3, FIRST_WORD + 8), 106, 105, *range(FIRST_WORD + 8, FIRST_WORD + 40)]
 
@@ -50,8 +51,8 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def work(pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All three stages, a few seconds each."""
     folder = tmp_path_factory.mktemp("work")
-    options = ["--pack", str(pack), "--work", str(folder), "--mini", "--device", "cpu", "--rows", "8", "--own-prompts", "24"]
-    assert main([*options, "--steps", "80,30,30"]) == 0
+    options = ["--pack", str(pack), "--work", str(folder), "--mini", "--device", "cpu", "--rows", "4", "--own-prompts", "12"]
+    assert main([*options, "--steps", STEPS]) == 0
     return folder
 
 
@@ -78,7 +79,7 @@ def test_it_learns(entries: list[dict]) -> None:
 def test_a_finished_stage_is_skipped(work: Path, pack: Path, entries: list[dict]) -> None:
     before = (work / "embedded/target/model.safetensors").stat().st_mtime_ns
     options = ["--pack", str(pack), "--work", str(work), "--mini", "--device", "cpu", "--stages", "target"]
-    assert main([*options, "--rows", "8", "--steps", "80,30,30"]) == 0
+    assert main([*options, "--rows", "4", "--steps", STEPS]) == 0
     assert (work / "embedded/target/model.safetensors").stat().st_mtime_ns == before
 
 
