@@ -102,13 +102,19 @@ class CacheConfig:
             )
 
 
+SMALL_GPU_BYTES = 40 << 30
+SMALL_GPU_BATCHED_TOKENS = 2048
+
+
 @dataclass(frozen=True)
 class ScheduleConfig:
     """How many requests run and wait at the same time."""
 
     max_num_seqs: int = option(128, "Maximum number of sequences that run at the same time.")
     max_num_batched_tokens: int = option(
-        8192, "Maximum number of new tokens in one step; longer prompts are computed in chunks."
+        8192,
+        "Maximum number of new tokens in one step; longer prompts are computed in chunks. The default is 2048 on GPUs with "
+        "less than 40 GiB, and 1024 on a CPU.",
     )
     max_queue_len: int = option(4096, "Maximum number of waiting requests; further ones are refused.")
     async_scheduling: bool = option(
@@ -320,6 +326,12 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     given: frozenset[str] = frozenset()  # fields that the user set. Others may be derived from the model and the machine.
+
+    def tokens_per_step(self, gpu_bytes: int) -> int:
+        """Return `max_num_batched_tokens` on a GPU. Long steps need memory that a small GPU rather has for its cache."""
+        chosen = self.schedule.max_num_batched_tokens
+        is_free = "max_num_batched_tokens" not in self.given and gpu_bytes < SMALL_GPU_BYTES
+        return min(chosen, SMALL_GPU_BATCHED_TOKENS) if is_free else chosen
 
 
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh")

@@ -64,6 +64,10 @@ _DTYPE = click.Choice(("auto", "bfloat16", "float32"))
 @click.option("--latent/--no-latent", default=None, help="Store K and V of K=V layers once. [default: on]")
 @click.option("--max-model-len", type=int, help="Maximum length of prompt plus output, in tokens. [default: the model's limit]")
 @click.option(
+    "--max-num-batched-tokens", type=int, help="Maximum number of new tokens in one step. [default: 8192, or 2048 below 40 GiB]"
+)
+@click.option("--max-num-seqs", type=int, help="Maximum number of sequences that run at the same time. [default: 128]")
+@click.option(
     "--seq-len", "seq_lens", type=int, multiple=True, help="Show how many sequences of this length fit. May be repeated."
 )
 @click.option(

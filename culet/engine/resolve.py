@@ -156,10 +156,13 @@ def _check_max_model_len(wanted: int | None, limit: int) -> None:
 
 
 def _resolve_schedule(config: Config, device: torch.device) -> ScheduleConfig:
-    """Return the given schedule, with smaller defaults on a CPU because large batches gain little there."""
+    """Return the given schedule, with smaller defaults on a small GPU, and on a CPU because large batches gain little there."""
     schedule = config.schedule
     if device.type != "cpu":
-        return schedule
+        num_tokens = config.tokens_per_step(torch.cuda.mem_get_info(device)[1])
+        if num_tokens < schedule.max_num_batched_tokens:
+            chose("max-num-batched-tokens", num_tokens, "the GPU has less than 40 GiB")
+        return replace(schedule, max_num_batched_tokens=num_tokens)
     for name, value in (("max_num_seqs", CPU_MAX_NUM_SEQS), ("max_num_batched_tokens", CPU_MAX_NUM_BATCHED_TOKENS)):
         if name not in config.given and getattr(schedule, name) > value:
             changed: dict[str, Any] = {name: value}

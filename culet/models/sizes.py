@@ -76,8 +76,11 @@ def tower_weights(config: Mapping[str, Any]) -> dict[str, int]:
     return read_towers(config).num_weights
 
 
-def working_bytes(spec: ModelSpec, itemsize: int, *, num_tokens: int, num_seqs: int) -> int:
-    """Estimate the peak memory of activations in a step of `num_tokens`: the widest layer, PLE, and the logits."""
+def working_bytes(spec: ModelSpec, itemsize: int, *, num_tokens: int, num_seqs: int, is_widened: bool = False) -> int:
+    """Estimate the peak memory of activations in a step of `num_tokens`: the widest layer, PLE, and the logits.
+
+    If `is_widened`, weights are quantised, and the step also makes a wider copy of the largest matrix.
+    """
     hidden, widest = spec.hidden_size, max(layer.mlp_width for layer in spec.layers)
     queries = max(layer.num_heads * layer.head_dim for layer in spec.layers)
     # Count the residual, its norm and a branch's output, then gate, up and their product, or queries, keys, values and output.
@@ -85,7 +88,8 @@ def working_bytes(spec: ModelSpec, itemsize: int, *, num_tokens: int, num_seqs: 
     if spec.moe is not None:
         per_token += spec.moe.top_k * (3 * spec.moe.width + hidden)
     logits = 2 * num_seqs * spec.vocab_size * 4  # float32, and one copy while sampling
-    return num_tokens * per_token * itemsize + logits
+    copy = hidden * max(2 * widest, queries) * itemsize if is_widened else 0
+    return num_tokens * per_token * itemsize + logits + copy
 
 
 def pages_of_sequence(group: KVGroup, num_tokens: int) -> int:

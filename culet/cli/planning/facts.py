@@ -317,8 +317,9 @@ def fit_of(facts: Facts, text_only: bool, latent: bool) -> dict[str, Any]:
     working = working_bytes(
         facts.spec,
         itemsize,
-        num_tokens=min(schedule.max_num_batched_tokens, facts.max_model_len * schedule.max_num_seqs),
+        num_tokens=min(facts.config.tokens_per_step(facts.gpu.memory_bytes), facts.max_model_len * schedule.max_num_seqs),
         num_seqs=schedule.max_num_seqs,
+        is_widened=facts.precision not in (facts.dtype, "fp8"),
     )
     if not text_only:
         working += facts.loaded_towers.working_bytes(itemsize)

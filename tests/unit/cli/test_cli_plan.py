@@ -99,6 +99,14 @@ def test_text_only_and_latent_leave_more_room():
     assert best["longest_sequence"] == 262_144
 
 
+def test_small_gpus_take_shorter_steps():
+    def working(gpu: str, *more: str) -> int:
+        return fit_of(data("12B", "--gpu", gpu, *more), text_only=True, latent=True)["working_bytes"]
+
+    assert working("rtx4090") == working("h200", "--max-num-batched-tokens", "2048") < working("h200")
+    assert working("rtx4090", "--max-num-batched-tokens", "8192") == working("h200")
+
+
 def test_the_latent_changes_nothing_without_k_eq_v():
     report = data("E4B", "--gpu", "rtx4090")
     with_latent, without = (fit_of(report, text_only=True, latent=latent) for latent in (True, False))
@@ -168,7 +176,7 @@ def test_max_model_len_bounds_the_longest_sequence():
 def test_a_length_that_does_not_fit_is_reported():
     result = invoke("12B", "--gpu", "rtx4090", "--gpu-memory-utilization", "1")
     assert "do not fit" not in result.stdout
-    result = invoke("E4B", "--gpu", "rtx4090", "--gpu-memory-utilization", "0.7")
+    result = invoke("E4B", "--gpu", "rtx4090", "--gpu-memory-utilization", "0.66")
     assert "A sequence of 131,072 tokens does not fit: the longest that fits has" in result.stdout
 
 
@@ -255,8 +263,9 @@ def test_tables_fit_into_100_columns(name):
     [
         (("31B", "--gpu", "rtx4090"), 1),
         (("E4B", "--gpu", "rtx4090"), 0),
-        (("E2B", "--gpu", "rtx4070", "--max-model-len", "8192"), 1),  # with all parts
-        (("E2B", "--gpu", "rtx4070", "--max-model-len", "8192", "--language-model-only"), 0),
+        (("E2B", "--gpu", "rtx4070", "--max-model-len", "8192"), 0),
+        (("E2B", "--gpu", "rtx4070", "--max-model-len", "8192", "--max-num-batched-tokens", "8192"), 1),  # with all parts
+        (("E2B", "--gpu", "rtx4070", "--max-model-len", "8192", "--max-num-seqs", "512"), 1),
         (("31B", "--gpu", "h100"), 0),
         (("31B", "--gpu", "h100", "--gpu-memory-utilization", "0.7"), 1),
         (("31B", "--gpu", "h100", "--gpu-memory-utilization", "0.78", "--max-model-len", "2000"), 0),

@@ -177,3 +177,5 @@ def test_working_memory_grows_with_the_step():
     small, large = (working_bytes(spec, 2, num_tokens=tokens, num_seqs=8) for tokens in (1024, 8192))
     per_token = 4 * 5376 + 4 * 32 * 512  # residuals, and queries, keys, values and output of a global layer
     assert large - small == 7168 * per_token * 2
+    widened = working_bytes(spec, 2, num_tokens=1024, num_seqs=8, is_widened=True)
+    assert widened - small == 2 * 21504 * 5376 * 2  # gate and up of a layer
