@@ -75,7 +75,7 @@ def _lark_of(source: str) -> str:
 def _character(escape: re.Match[str]) -> str:
     """Return the character of a `\\u` or `\\U` escape, which the translation of GBNF does not know. Keep other escapes."""
     digits = escape[1] or escape[2]
-    if digits is None or int(digits, 16) >= sys.maxunicode:
+    if digits is None or int(digits, 16) > sys.maxunicode:
         return escape[0]
     code = int(digits, 16)
     return chr(code) if code > 0x7F or chr(code).isalnum() else f"\\x{code:02x}"
