@@ -175,7 +175,7 @@ def refuse_given(fields: Struct, names: Iterable[str], prefix: str = "") -> None
     """Raise if one of these fields, which are not supported, has a value that would change the answer."""
     for name in names:
         value = getattr(fields, name)
-        if not isinstance(value, UnsetType) and memoryview(value) not in _NEUTRAL_OF.get(name, _NEUTRAL):
+        if value is not UNSET and memoryview(value) not in _NEUTRAL_OF.get(name, _NEUTRAL):
             raise UnsupportedError(f"{prefix}{name}: not supported", hint="omit the field")
 
 
