@@ -56,7 +56,9 @@ class StepBudget:
             return self.max_tokens
         # The first prompt can always go on, even with media that are computed as a whole, and not in tiny chunks.
         least = num_decoding + max(self._min_tokens // 2, first.min_chunk if first is not None else 1)
-        return min(self.max_tokens, max(int(self._num_tokens * (BRISK_SHARE if is_brisk else 1)), least))
+        # Never fewer than the minimum, because nothing is learned from smaller steps.
+        num_tokens = max(int(self._num_tokens * (BRISK_SHARE if is_brisk else 1)), self._min_tokens)
+        return min(self.max_tokens, max(num_tokens, least))
 
 
 class ShortFirst:
