@@ -153,6 +153,7 @@ class LineProcess(ChildProcess):
     def __init__(self, module: str, purpose: str, first_line: str | None = None) -> None:
         """Run a module of Culet as a program. Once started, it writes a line, or answers `first_line`."""
         self._rest = b""
+        self._buffer = bytearray(_READ_BYTES)
         super().__init__(module, purpose, b"" if first_line is None else _one_line(first_line.encode()))
 
     def ask(self, line: str | bytes, limit_s: float) -> dict[str, Any]:
@@ -165,10 +166,9 @@ class LineProcess(ChildProcess):
         return self._receive(deadline)
 
     def _receive(self, deadline: float) -> dict[str, Any]:
-        buffer = bytearray(_READ_BYTES)
         pieces = [self._rest]
         while b"\n" not in pieces[-1]:
-            pieces.append(bytes(memoryview(buffer)[: self._read_into(buffer, deadline)]))
+            pieces.append(bytes(memoryview(self._buffer)[: self._read_into(self._buffer, deadline)]))
         line, _, self._rest = b"".join(pieces).partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer

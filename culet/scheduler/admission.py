@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import pairwise
 
 from culet.cache.spec import CacheLayout, KVGroup
-from culet.errors import BadRequest, ContextTooLong
+from culet.errors import BadRequest, ContextTooLong, QueueFull
 from culet.scheduler.group_pages import max_held_pages
 from culet.scheduler.sequence import Sequence
 from culet.types import Request
@@ -48,6 +48,14 @@ def check_fits(request: Request, layout: CacheLayout, num_pages: int, max_model_
             f"{asked} needs {parts} pages, but the cache has only {num_pages}",
             hint="lower max_tokens, shorten the prompt, or give the cache more memory (--kv-cache-memory-bytes)",
         )
+
+
+def check_queue(request: Request, alive: Container[str], num_waiting: int, max_waiting: int) -> None:
+    """Raise if a request cannot be queued now. `alive` are the ids of those that have not ended."""
+    if request.request_id in alive:
+        raise BadRequest(f"request_id: got {request.request_id!r}, but the request with this id is still running")
+    if num_waiting >= max_waiting:
+        raise QueueFull(f"the queue is full: {num_waiting} sequences are already waiting", hint="try again later")
 
 
 def _check_media(request: Request, max_chunk: int) -> int:

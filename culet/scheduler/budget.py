@@ -10,8 +10,13 @@ from culet.scheduler.sequence import Sequence
 from culet.scheduler.tenants import FairQueue, StepPrompts, rank, share_tokens
 
 MIN_STEP = 256  # tokens that a step may have however slow it is, because smaller chunks waste the reading of weights
-FIRST_STEP = 1024  # tokens of the first chunks beside running answers, before any step was measured
+CPU_MIN_STEP = 16  # the same on a CPU, where a token takes about as long in any larger chunk
+FIRST_STEP = 4  # the first chunks beside running answers are this many times the minimum, before any step was measured
 LONG_STEP = 16  # tokens of a step that short prompts need not wait for
+NEW_GRAMMAR_TOKENS = 4  # a row with a new grammar takes as long as this many tokens, because its masks are slow
+MAX_SHORT = 16  # waiting sequences among which short prompts are looked for
+NUM_BRISK = 32  # steps after a short prompt in which the next one is expected
+BRISK_SHARE = 0.4  # of the usual time, for a step with chunks while short prompts are expected
 
 
 class StepBudget:
@@ -22,11 +27,11 @@ class StepBudget:
     measurement changes the number by a factor of two at most, because a single slow step may have other causes.
     """
 
-    def __init__(self, max_tokens: int, max_step_s: float) -> None:
+    def __init__(self, max_tokens: int, max_step_s: float, min_tokens: int = MIN_STEP) -> None:
         self.max_tokens = max_tokens
         self._max_step_s = max_step_s
-        self._min_tokens = min(MIN_STEP, max_tokens)
-        self._num_tokens = float(min(FIRST_STEP, max_tokens))
+        self._min_tokens = min(min_tokens, max_tokens)
+        self._num_tokens = float(min(FIRST_STEP * min_tokens, max_tokens))
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step. Those with few tokens say nothing about chunks."""
@@ -36,42 +41,60 @@ class StepBudget:
         within = min(max(within, self._num_tokens / 2), 2 * max(self._num_tokens, num_tokens))
         self._num_tokens = min(max(within, self._min_tokens), self.max_tokens)
 
-    def of_step(self, running: Iterable[Sequence], waiting: Sequence | None) -> int:
-        """Return how many tokens the next step may have. `waiting` is the next sequence that may start."""
+    def of_step(self, running: Iterable[Sequence], waiting: Sequence | None, *, is_brisk: bool = False) -> int:
+        """Return how many tokens the next step may have. `waiting` is the next sequence that may start.
+
+        If `is_brisk`, short prompts are expected, which must not wait long for chunks, even if no answer is running.
+        """
         num_decoding, first = 0, waiting
         for seq in running:
             if seq.num_uncomputed == 1:
                 num_decoding += 1
             elif first is waiting:
                 first = seq
-        if not (self._max_step_s and num_decoding):
+        if not self._max_step_s or not (num_decoding or is_brisk):
             return self.max_tokens
-        # The first prompt can always go on, even with media that are computed as a whole.
-        least = num_decoding + (first.min_chunk if first is not None else 1)
-        return min(self.max_tokens, max(int(self._num_tokens), least))
+        # The first prompt can always go on, even with media that are computed as a whole, and not in tiny chunks.
+        least = num_decoding + max(self._min_tokens // 2, first.min_chunk if first is not None else 1)
+        # Never fewer than the minimum, because nothing is learned from smaller steps.
+        num_tokens = max(int(self._num_tokens * (BRISK_SHARE if is_brisk else 1)), self._min_tokens)
+        return min(self.max_tokens, max(num_tokens, least))
 
 
 class ShortFirst:
     """Lets short prompts start in a step of their own before a long step, so that their first tokens come sooner.
 
-    This pays off on a CPU, where a step takes longer the more tokens it has. Running answers wait in the meantime, so at most
-    every other step is such a step, and it has at most half as many tokens as the step that it delays.
+    This pays off on a CPU, where a step takes longer the more tokens it has. Running answers and longer prompts wait in the
+    meantime, so at most every other step is such a step, and it has at most half as many tokens as the step that it delays.
     """
 
     def __init__(self, *, is_on: bool) -> None:
         self._is_on = is_on
-        self._last_step = -2
+        self._last_step = -NUM_BRISK - 1
+
+    def is_brisk(self, step: int) -> bool:
+        """Return whether a short prompt went first not long before step number `step`, so that more of them are expected."""
+        return step <= self._last_step + NUM_BRISK
 
     def num_tokens(self, grants: Iterable[Grant], step: int) -> int:
         """Return how many tokens of new prompts may run before `grants`, as step number `step`, or 0 if they join that step."""
         if not self._is_on or step < self._last_step + 2:
             return 0
-        num_tokens = sum(grant.num_new for grant in grants)
+        num_tokens = sum(max(grant.num_new, grant.sequence.has_new_grammar * NEW_GRAMMAR_TOKENS) for grant in grants)
         return num_tokens // 2 if num_tokens >= LONG_STEP else 0
 
     def used(self, step: int) -> None:
         """Remember that step number `step` had only new prompts."""
         self._last_step = step
+
+
+def short_prompts(queue: FairQueue) -> list[Sequence]:
+    """Return sequences that may go first, if their prompts are short. A new grammar makes a sequence too slow for that.
+
+    They may overtake others, but none with a better priority.
+    """
+    soon = queue.next_ones(MAX_SHORT)
+    return [seq for seq in soon if not seq.has_new_grammar and seq.request.priority == soon[0].request.priority]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 `schedule` returns a plan and `apply` takes its result. In between, one more plan may be made (look-ahead by one). A tenant's
 sequences are ordered by (priority, arrival), and tenants take turns (`tenants.py`). The first in this order never waits for a
-later one, so every admitted request ends.
+later one, except for short prompts on a CPU in every other step (`budget.py`), so every admitted request ends.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from collections.abc import Callable
 from culet.cache.point_tree import Match
 from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
-from culet.errors import BadRequest, QueueFull
-from culet.scheduler.admission import check_fits, pages_to_start, promised_pages, reserved_pages
-from culet.scheduler.budget import Grant, ShortFirst, StepBudget, share_step
+from culet.scheduler.admission import check_fits, check_queue, pages_to_start, promised_pages, reserved_pages
+from culet.scheduler.budget import CPU_MIN_STEP, MIN_STEP, Grant, ShortFirst, StepBudget, share_step, short_prompts
 from culet.scheduler.deadlines import Deadlines
 from culet.scheduler.draft_length import DraftLengths
 from culet.scheduler.media.encoding import count_media, plan_encoding
@@ -56,7 +55,7 @@ class Scheduler:
         max_drafts: int = 0,
         policy: DraftLengths | None = None,
         plans_open: bool = False,
-        short_first: bool = False,
+        on_cpu: bool = False,
         features: FeatureLedger | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -64,21 +63,20 @@ class Scheduler:
 
         `max_drafts` is the most tokens that a drafter proposes at a time. `policy` decides how many it should propose. Without
         a policy, it always proposes all. If `plans_open`, the runner itself finds out where a row begins when drafts of the
-        previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known. If
-        `short_first`, short prompts do not wait for long steps. Without `features`, their account, the runner has no towers.
+        previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known. If `on_cpu`,
+        every token makes a step longer. Without `features`, their account, the runner has no towers.
         """
         self.layout, self.max_model_len = layout, max_model_len
         self.max_drafts, self.policy = max_drafts, policy
         self.plans_open, self.features = plans_open, features
         self.budget = config.max_num_batched_tokens
-        self.step_budget = StepBudget(self.budget, config.max_step_ms / 1e3)
-        self._short_first = ShortFirst(is_on=short_first)
+        self.step_budget = StepBudget(self.budget, config.max_step_ms / 1e3, CPU_MIN_STEP if on_cpu else MIN_STEP)
+        self._short_first = ShortFirst(is_on=on_cpu)
         # The most pages that a token and its drafts may need, including drafts in flight.
         self._max_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
         self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching)
         self.counters = Counters()
-        self._clock = clock
-        self._max_queue_len = config.max_queue_len
+        self._clock, self._max_queue_len = clock, config.max_queue_len
         # Every running sequence can have a token in every step, so none can starve.
         self._max_running = min(config.max_num_seqs, self.budget)
         self._free_slots = list(range(config.max_num_seqs))
@@ -98,11 +96,7 @@ class Scheduler:
         """Queue a request. If `held`, it waits for `release`. Raise if it can never fit or the queue is full."""
         max_chunk = self.budget - self._max_running + 1
         check_fits(request, self.layout, self.page_allocator.arena.num_pages, self.max_model_len, max_chunk)
-        if request.request_id in self._alive:
-            raise BadRequest(f"request_id: got {request.request_id!r}, but the request with this id is still running")
-        num_waiting = len(self._waiting) + len(self._held)
-        if num_waiting >= self._max_queue_len:
-            raise QueueFull(f"the queue is full: {num_waiting} sequences are already waiting", hint="try again later")
+        check_queue(request, self._alive, len(self._waiting) + len(self._held), self._max_queue_len)
         if self.features is not None and request.media:
             self.features.admit(request)
         arrival = next(self._arrivals)
@@ -121,10 +115,11 @@ class Scheduler:
         alive = self._alive.get(request_id)
         return alive is not None and arrival in (None, next(iter(alive.values())).arrival)
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, *, has_new_grammar: bool = False) -> None:
         """Queue a held request, in order of its arrival. Do nothing if it has already ended."""
         seq = self._held.pop(request_id, None)
         if seq is not None:
+            seq.has_new_grammar = has_new_grammar
             self._waiting.push(seq)
 
     def cancel(
@@ -249,7 +244,7 @@ class Scheduler:
         """Plan rows for running sequences. If pages are left, also start waiting ones and append their entries to `entries`."""
         prompts = StepPrompts()
         waiting = self._waiting.head() if self._waiting and len(self._running) < self._max_running else None
-        budget = self.step_budget.of_step(self._running, waiting)
+        budget = self.step_budget.of_step(self._running, waiting, is_brisk=self._short_first.is_brisk(self.counters.steps))
         grants = share_step(self._running, self._waiting, waiting, budget, prompts)
         planned: list[PlannedRow] = []
         may_go_first = waiting is not None and not self._waiting.is_shared  # tenants have their own rules for new prompts
@@ -320,16 +315,23 @@ class Scheduler:
     def _start_new(self, entries: list[Entry], budget: int, prompts: StepPrompts, *, first: bool = False) -> list[PlannedRow]:
         """Start waiting sequences in order, as long as tokens, slots and pages last.
 
-        Those that go `first` must end their prompts with this step, and leave enough pages to all that run.
+        Those that go `first` must end their prompts with this step. They leave enough pages to all that run, and enough pages
+        and a slot to the next in order, which they may overtake.
         """
         planned: list[PlannedRow] = []
-        reserved = promised_pages(self._running, self.budget) + first * len(self._running) * self._max_fresh
-        while budget and len(self._running) < self._max_running and (seq := self._waiting.head()) is not None:
+        reserved = promised_pages(self._running, self.budget)
+        if first and (head := self._waiting.head()) is not None:
+            reserved += len(self._running) * self._max_fresh + pages_to_start(head, self.budget)
+        for seq in short_prompts(self._waiting) if first else self._waiting.heads():
+            if not budget or len(self._running) >= self._max_running - first:
+                break
             place = self._waiting.num_running(seq.tenant)
             # A sequence that just made way starts again when its last result is known.
             if seq.rows_in_flight or prompts.leave_out(seq, place):
                 break
             if not (rows := self._admit(seq, budget, reserved, first=first)):
+                if first:
+                    continue
                 break
             prompts.add(seq, place)
             budget -= rows[0].row.num_new
@@ -408,13 +410,12 @@ class Scheduler:
     def apply(self, result: StepResult) -> None:
         """Take the result of the oldest plan in flight."""
         step = self._in_flight.popleft()
-        planned = step.planned
         assert step.step_id == result.step_id, f"got the result of step {result.step_id}, expected that of step {step.step_id}"
         if self.features is not None:
             self.features.note_ready(result.encoded)
         self._step_timer.ended(step, result, self.step_budget, self.policy)
         drawn = iter(result.drawn)
-        for plan in planned:
+        for plan in step.planned:
             row, members = plan.row, plan.members
             for seq in members:
                 seq.rows_in_flight -= 1
@@ -472,8 +473,7 @@ class Scheduler:
         self.counters.count_end(reason)
         if self.policy is not None:
             self.policy.ended(seq.acceptance)
-        is_held = False
-        request_id = seq.request.request_id
+        is_held, request_id = False, seq.request.request_id
         alive = self._alive[request_id]
         del alive[seq.sample]
         if not alive:

@@ -78,6 +78,7 @@ class Sequence:
         self.num_open = 0  # drafts of rows in flight, which may or may not be accepted
         # Its next draw needs a mask that depends on the tokens before it. The runner says so with each result.
         self.is_bound = request.grammar is not None or request.rules is not None
+        self.has_new_grammar = False  # its grammar was compiled for it, so its first masks are slow
         self.awaits_drafts = False  # its row in flight verifies drafts or asks for some, so its next row is not known
         self.acceptance = Acceptance()
         self.tables: tuple[PageTable, ...] = ()  # page tables of its last row

@@ -75,6 +75,11 @@ class FairQueue:
         key = [(seq.request.priority, tenant.num_running, tenant.served, seq.order) for seq, tenant in heads]
         return heads[key.index(min(key))][0]
 
+    def heads(self) -> Iterator[Sequence]:
+        """Yield the sequence to start next, as long as there is one. The caller removes each before it asks for another."""
+        while (seq := self.head()) is not None:
+            yield seq
+
     def next_ones(self, count: int) -> list[Sequence]:
         """Return up to `count` sequences that start soon: the next one, then each tenant's first before its second."""
         head = self.head()

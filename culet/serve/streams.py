@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -237,29 +237,44 @@ async def unless_gone(request: Request, start: Callable[[], Awaitable[T]], *, is
     """Start work and wait for it, and cancel it if the client disconnects.
 
     Most work ends soon, so the connection is watched only after a while. Work for a large request is expensive, so it is not
-    even started if the client has already left.
+    even started if the client has already left. The work runs in this task, because another one would cost every request time.
     """
-    task: asyncio.Future[T] | None = None
-    gone: asyncio.Future[None] | None = None
+    task = asyncio.current_task()
+    assert task is not None
+    gone = asyncio.ensure_future(_wait_gone(request.receive)) if is_large else None
+    has_left = False
+
+    def leave(gone: asyncio.Future[None]) -> None:
+        nonlocal has_left
+        if not gone.cancelled():
+            has_left = True
+            task.cancel()
+
+    def watch() -> None:
+        nonlocal gone
+        gone = gone or asyncio.ensure_future(_wait_gone(request.receive))
+        gone.add_done_callback(leave)
+
+    timer: asyncio.TimerHandle | None = None
     try:
-        if is_large:
-            gone = asyncio.ensure_future(_wait_gone(request.receive))
+        if gone is not None:
             for _ in range(_FIRST_LOOKS):
                 await asyncio.wait({gone}, timeout=_FIRST_LOOK_S)
             if request.scope.get(HALF_CLOSED):
                 await asyncio.wait({gone}, timeout=_PROBED_S)
             if gone.done():
                 raise ClientGone
-        task = asyncio.ensure_future(start())
-        if gone is None and (await asyncio.wait({task}, timeout=_PATIENCE_S))[0]:
-            return task.result()
-        gone = gone or asyncio.ensure_future(_wait_gone(request.receive))
-        watched: set[asyncio.Future[Any]] = {task, gone}
-        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+            watch()
+        else:
+            timer = asyncio.get_running_loop().call_later(_PATIENCE_S, watch)
+        return await start()
+    except asyncio.CancelledError:
+        if has_left and not task.uncancel():
+            raise ClientGone from None
+        raise
     finally:
-        for future in (task, gone):
-            if future is not None:
-                future.cancel()
+        if timer is not None:
+            timer.cancel()
+        if gone is not None:
+            gone.remove_done_callback(leave)
+            gone.cancel()

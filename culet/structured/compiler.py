@@ -87,6 +87,11 @@ class GrammarCompiler:
                 del self._kept[oldest]
         return compiled
 
+    def knows(self, spec: GrammarSpec) -> bool:
+        """Return whether a grammar is compiled, or is being compiled for a request that holds it."""
+        with self._lock:
+            return spec.key in self._kept or spec.key in self._held
+
     def hold(self, spec: GrammarSpec) -> bool:
         """Keep a grammar in the cache until `let_go` is called as often as this. Return False if there is no room.
 

@@ -20,15 +20,20 @@ from culet.types import GrammarSpec, Request
 class GrammarQueue:
     """Compiles the grammars of requests while the engine keeps running.
 
-    A grammar stays compiled as long as its request lives. If there is no room for more of them, further requests wait.
+    A grammar stays compiled as long as its request lives. If there is no room for more of them, further requests wait. Requests
+    with new grammars may also be limited, so that a client who sends many of them has a bounded share of each step.
     """
 
-    def __init__(self, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    def __init__(self, compiler: GrammarCompiler, tokenizer: Tokenizer, *, max_new: int | None = None) -> None:
+        """Compile nothing yet. At most `max_new` requests of each tenant run with a grammar that was compiled for them."""
         self._compiler = compiler
         self._check = GrammarCheck.for_tokenizer(tokenizer)
-        self._waiting: deque[Request] = deque()  # for room
+        self._max_new = max_new
+        self._waiting: dict[str, deque[Request]] = {}  # by tenant, in order of arrival
+        self._has_room = True  # otherwise the first that waits has not got the room that it needs
         self._compiling: dict[str, Future[Any]] = {}  # by request id
         self._held: dict[str, str] = {}  # request id -> key of its grammar
+        self._new: dict[str, str] = {}  # request id -> tenant, of requests whose grammars were compiled for them
 
     def prepare(self) -> None:
         """Prepare now, so that the first grammar does not wait."""
@@ -48,27 +53,48 @@ class GrammarQueue:
 
     def submit(self, request: Request) -> bool:
         """Start to compile a request's grammar. Return True if it is already compiled."""
-        if self._waiting or not self._hold(request):
-            self._waiting.append(request)
+        if not (self._has_room and self._begin(request)):
+            self._waiting.setdefault(request.tenant, deque()).append(request)
             return False
-        assert request.grammar is not None
-        future = self._compiler.submit(request.grammar)
+        future = self._compiling[request.request_id]
         if future.done() and future.exception() is None:
+            del self._compiling[request.request_id]
             return True
-        self._compiling[request.request_id] = future
         return False
 
-    def _hold(self, request: Request) -> bool:
-        assert request.grammar is not None
-        if not self._compiler.hold(request.grammar):
+    def _begin(self, request: Request) -> bool:
+        """Start to compile a request's grammar, unless it must wait. A known grammar waits only for room."""
+        spec, request_id = request.grammar, request.request_id
+        assert spec is not None
+        is_new = self._max_new is not None and not self._compiler.knows(spec)
+        if is_new and list(self._new.values()).count(request.tenant) >= (self._max_new or 0):
             return False
-        self._held[request.request_id] = request.grammar.key
+        self._has_room = self._compiler.hold(spec)
+        if not self._has_room:
+            return False
+        if is_new:
+            self._new[request_id] = request.tenant
+        self._held[request_id] = spec.key
+        self._compiling[request_id] = self._compiler.submit(spec)
         return True
+
+    def _begin_waiting(self, is_alive: Callable[[str], bool]) -> None:
+        """Start to compile the grammars of waiting requests, in order for each tenant."""
+        self._has_room = True
+        for tenant, requests in list(self._waiting.items()):
+            while requests and (not is_alive(requests[0].request_id) or self._begin(requests[0])):
+                requests.popleft()
+            if not requests:
+                del self._waiting[tenant]
+            if not self._has_room:
+                self._waiting = {tenant: requests, **self._waiting}  # comes first next time, so that nobody takes the room
+                return
 
     def _let_go(self, is_alive: Callable[[str], bool]) -> None:
         """Let go of the grammars of requests that have ended."""
         for request_id in [request_id for request_id in self._held if not is_alive(request_id)]:
             self._compiler.let_go(self._held.pop(request_id))
+            self._new.pop(request_id, None)
 
     def done(self, is_alive: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
         """Yield (request id, error or "") for each grammar whose compilation has ended since the last call.
@@ -77,10 +103,7 @@ class GrammarQueue:
         """
         if self._waiting or len(self._held) >= MAX_KEPT:
             self._let_go(is_alive)
-        while self._waiting and (not is_alive(self._waiting[0].request_id) or self._hold(self._waiting[0])):
-            request = self._waiting.popleft()
-            if request.grammar is not None and request.request_id in self._held:
-                self._compiling[request.request_id] = self._compiler.submit(request.grammar)
+            self._begin_waiting(is_alive)
         if not self._compiling:
             return
         for request_id, future in list(self._compiling.items()):

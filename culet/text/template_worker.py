@@ -50,6 +50,7 @@ class ClientText:
         self._lengths = sorted({len(token) for token in self._tokens})
         characters = sorted({character for token in self._tokens for character in (token[0], token[-1])})
         self._marks = [(character, chr(_FIRST_MARK + index)) for index, character in enumerate(characters)]
+        self._marked = re.compile("[" + "".join(map(re.escape, characters)) + "]") if characters else None
         firsts, seconds = ("".join(sorted({re.escape(token[place]) for token in self._tokens})) for place in (0, 1))
         self._start = re.compile(f"[{firsts}](?=[{seconds}])") if self._tokens else None
 
@@ -67,12 +68,15 @@ class ClientText:
                 text.encode()
             except UnicodeEncodeError:
                 raise InputError("messages: got half of a surrogate pair, expected valid Unicode") from None
-        for character, mark in self._marks:
-            text = text.replace(character, mark)
+        if self._marked is not None and self._marked.search(text):  # few texts contain one of them
+            for character, mark in self._marks:
+                text = text.replace(character, mark)
         return text
 
     def restore(self, text: str) -> str:
         """Put back the characters in place of their marks."""
+        if text.isascii():
+            return text
         for character, mark in self._marks:
             text = text.replace(mark, character)
         return text

@@ -12,9 +12,9 @@ import heapq
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 from culet.errors import QueueFull
@@ -140,9 +140,8 @@ class TextQueue:
             self._num_running += 1
             self._num_long_running += job.is_long
             job.is_running = True
-            running = asyncio.get_running_loop().run_in_executor(self._threads, job.work, job.stopper)
+            self._threads.submit(self._work, job, job.work)
             job.work = _do_nothing
-            running.add_done_callback(partial(self._on_done, job))
 
     def _take_next(self) -> _Job | None:
         short, long = self._short.first(), self._long.first()
@@ -152,18 +151,24 @@ class TextQueue:
             return None
         return self._long.take() if short is None or (long is not None and long < short) else self._short.take()
 
-    def _on_done(self, job: _Job, running: asyncio.Future[Any]) -> None:
+    def _work(self, job: _Job, work: Callable[[Stopper], Any]) -> None:
+        """Do the work of a job, in a thread, and tell the event loop. A future of the pool would do so more slowly."""
+        result, error = None, None
+        try:
+            result = work(job.stopper)
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed
+            job.result.get_loop().call_soon_threadsafe(self._on_done, job, result, error)
+
+    def _on_done(self, job: _Job, result: Any, error: BaseException | None) -> None:
         self._num_running -= 1
         self._num_long_running -= job.is_long
-        error = None if running.cancelled() else running.exception()
-        if job.result.done():  # the client has left
-            pass
-        elif running.cancelled():
-            job.result.cancel()
-        elif error is not None:
-            job.result.set_exception(error)
-        else:
-            job.result.set_result(running.result())
+        if not job.result.done():  # otherwise the client has left
+            if error is not None:
+                job.result.set_exception(error)
+            else:
+                job.result.set_result(result)
         self._start_waiting()
 
 

@@ -34,6 +34,8 @@ from culet.text.template import ChatTemplate
 from culet.text.tokenizer import Tokenizer
 from culet.types import Request, SamplingParams
 
+CPU_MAX_NEW_GRAMMARS = 8
+
 
 @dataclass(frozen=True)
 class EngineParts:
@@ -83,10 +85,19 @@ def build_parts(config: Config, *, progress: bool = True, make_worker: MakeWorke
         rules=_make_rules(setup, tokenizer, built.max_model_len),
         scheduler=_make_scheduler(setup, built),
         worker=built.worker,
-        grammars=GrammarQueue(compiler, tokenizer),
+        grammars=GrammarQueue(compiler, tokenizer, max_new=_max_new_grammars(setup)),
         times=times,
         compile_count=built.compile_count,
     )
+
+
+def _max_new_grammars(setup: Setup) -> int | None:
+    """Return how many requests of a tenant may run with new grammars, or None for all.
+
+    On a CPU, a step takes longer the more rows it has, and a row with a new grammar has slow masks as well. If nobody waits for
+    tokens, as in LLM, there is no limit.
+    """
+    return None if setup.is_gpu or not setup.config.schedule.max_step_ms else CPU_MAX_NEW_GRAMMARS
 
 
 def _make_media(setup: Setup) -> MediaReader:
@@ -122,7 +133,7 @@ def _make_scheduler(setup: Setup, built: BuiltWorker) -> Scheduler:
         policy=_make_draft_policy(setup, built.read),
         # Captured steps determine on the device where their rows begin.
         plans_open=setup.has_graphs and max_drafts > 0,
-        short_first=not setup.is_gpu,  # on a CPU, a step takes longer the more rows it has
+        on_cpu=not setup.is_gpu,
         features=_make_features(setup),
     )
 

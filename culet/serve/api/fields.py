@@ -196,7 +196,7 @@ def refuse_unsupported(fields: Struct, prefix: str = "") -> None:
     for name in fields.__struct_fields__:
         value = getattr(fields, name)
         if name in refused:
-            if not isinstance(value, UnsetType) and memoryview(value) not in _NEUTRAL_OF.get(name, _NEUTRAL):
+            if value is not UNSET and memoryview(value) not in _NEUTRAL_OF.get(name, _NEUTRAL):
                 raise UnsupportedError(f"{prefix}{name}: not supported", hint="omit the field")
         elif isinstance(value, Struct):
             refuse_unsupported(value, f"{prefix}{name}.")

@@ -82,8 +82,10 @@ class Engines:
     @property
     def state(self) -> State:
         """READY if any engine is, STARTING if any may become so."""
-        states = {engine.state for engine in self.parts}
-        return next(state for state in (State.READY, State.STARTING, State.DEAD) if state in states)
+        states = [engine.state for engine in self.parts]
+        if State.READY in states:
+            return State.READY
+        return State.STARTING if State.STARTING in states else State.DEAD
 
     @property
     def health(self) -> str:

@@ -107,6 +107,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _PacedFlow(transport)
+        self._reply_transport = _ReplyTransport(self)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -198,14 +199,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
-        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        names = [name for name, _ in self.headers]
+        num_hosts = names.count(b"host")
         if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
             self._refuse(HttpError(400, f"host: got {num_hosts} Host headers, expected one", code="bad_host"))
             raise _RequestRefused
-        has_body = any(name in (b"transfer-encoding", b"content-length") and value != b"0" for name, value in self.headers)
+        has_length = b"content-length" in names and (b"content-length", b"0") not in self.headers
+        has_body = has_length or b"transfer-encoding" in names
         # A client may have the whole response, and send its next request, a moment before the response counts as complete.
-        is_crowded = len(self.pipeline) >= _MAX_PIPELINED or any(BODY in cycle.scope for cycle, _ in self.pipeline)
-        if self._is_answering and is_crowded:
+        if self._is_answering and self._is_crowded:
             self._end_requests()
             raise _RequestRefused
         self._in_head = False
@@ -217,7 +219,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._body.release()
             scope[BODY] = self._body = IncomingBody(self.intake, self._stop_body)
         super().on_headers_complete()
-        self.cycle.transport = _ReplyTransport(self)
+        self.cycle.transport = self._reply_transport
 
     def on_chunk_header(self) -> None:
         self._num_chunks += 1
@@ -237,6 +239,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     # Responses
+
+    @property
+    def _is_crowded(self) -> bool:
+        return len(self.pipeline) >= _MAX_PIPELINED or any(BODY in cycle.scope for cycle, _ in self.pipeline)
 
     @property
     def _is_answering(self) -> bool:

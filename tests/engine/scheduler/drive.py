@@ -260,7 +260,7 @@ def make(
     ahead: bool = False,
     max_drafts: int = 0,
     prefix_caching: bool = True,
-    short_first: bool = False,
+    on_cpu: bool = False,
     max_model_len: int = 1000,
 ) -> Drive:
     """Make a scheduler and a fake runner, with a clock that stands still unless `drive.now` is set."""
@@ -272,7 +272,7 @@ def make(
         max_model_len=max_model_len,
         prefix_caching=prefix_caching,
         max_drafts=max_drafts,
-        short_first=short_first,
+        on_cpu=on_cpu,
         clock=lambda: getattr(drive, "now", 0.0),
     )
     runner = FakeRunner(layout, num_pages, max_num_seqs=seqs, budget=budget, max_drafts=max_drafts)

@@ -39,7 +39,7 @@ class World:
     max_prompt: int = 60
     max_tokens: int = 40
     plans_open: bool = False  # rows are planned while drafts are in flight
-    short_first: bool = False  # short prompts have steps of their own
+    on_cpu: bool = False  # short prompts have steps of their own
     pauses: bool = False  # drafts are wanted in some steps and not in others
     has_media: bool = False  # some prompts have media, and tenants have salts
     tenants: tuple[str, ...] = ("",)  # each request belongs to one of them
@@ -79,7 +79,7 @@ class Walk:
             max_drafts=world.max_drafts,
             policy=Moody(self.random, world.max_drafts) if world.pauses else None,
             plans_open=world.plans_open,
-            short_first=world.short_first,
+            on_cpu=world.on_cpu,
             clock=lambda: self.now,
         )
         runner = FakeRunner(
@@ -202,9 +202,9 @@ WORLDS = {
     "open drafter": World(
         groups=((8, 4), (None, 8), (None, 3, 7)), num_pages=150, max_drafts=4, ahead=True, plans_open=True, pauses=True
     ),
-    "short first": World(short_first=True, num_pages=120, max_num_seqs=32, max_tokens=60),
+    "short first": World(on_cpu=True, num_pages=120, max_num_seqs=32, max_tokens=60),
     "short first, short of pages": World(
-        groups=((3, 1), (None, 1)), short_first=True, num_pages=90, max_num_seqs=32, max_drafts=2, max_prompt=8
+        groups=((3, 1), (None, 1)), on_cpu=True, num_pages=90, max_num_seqs=32, max_drafts=2, max_prompt=8
     ),
     "tenants": World(tenants=("a", "a", "a", "b", "c"), max_num_seqs=4),
     "tenants ahead": World(tenants=("a", "a", "a", "b"), ahead=True, max_drafts=3, max_num_seqs=5, max_tokens=80),

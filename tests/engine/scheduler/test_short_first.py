@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from culet.scheduler.budget import LONG_STEP
+from culet.scheduler.budget import BRISK_SHARE, CPU_MIN_STEP, FIRST_STEP, LONG_STEP, NEW_GRAMMAR_TOKENS, NUM_BRISK
 from culet.types import StepPlan
 from tests.engine.scheduler.drive import Drive, endless, make, make_request, prompt
 
 
-def busy(num_chats: int = LONG_STEP, *, num_pages: int = 400, short_first: bool = True, ahead: bool = False) -> Drive:
+def busy(num_chats: int = LONG_STEP, *, num_pages: int = 400, on_cpu: bool = True, ahead: bool = False) -> Drive:
     """Return a drive in which this many chats decode."""
-    drive = make(num_pages=num_pages, seqs=40, budget=256, short_first=short_first, ahead=ahead, prefix_caching=False)
+    drive = make(num_pages=num_pages, seqs=40, budget=256, on_cpu=on_cpu, ahead=ahead, prefix_caching=False)
     for number in range(num_chats):
         drive.add(endless(f"chat {number}", 4, 60, seed=number))
     for _ in range(3):
@@ -48,11 +48,58 @@ def test_a_longer_prompt_shares_the_step() -> None:
     assert len(sizes(drive.step())) == LONG_STEP + 1
 
 
-def test_nobody_overtakes_a_longer_prompt() -> None:
+def test_a_short_prompt_overtakes_a_longer_one() -> None:
     drive = busy()
     drive.add(make_request("long", prompt(40, salt=9), 8))
     drive.add(endless("new", 5))
+    assert sizes(drive.step()) == [5]
+    assert max(sizes(drive.step())) > 5  # its first chunk is in the next step
+
+
+def test_a_better_priority_is_not_overtaken() -> None:
+    drive = busy()
+    drive.add(make_request("long", prompt(40, salt=9), 8, priority=-1))
+    drive.add(endless("new", 5))
     assert sorted(sizes(drive.step())) == [1] * LONG_STEP + [5, 40]
+
+
+def test_the_last_slot_is_left_to_the_next_in_order() -> None:
+    """However many short prompts come, a longer one starts."""
+    drive = busy(39)
+    drive.add(make_request("long", prompt(60, salt=9), 8))
+    drive.add(endless("new", 5))
+    assert max(sizes(drive.step())) > 5
+
+
+def test_a_new_grammar_does_not_go_first() -> None:
+    drive = busy()
+    drive.scheduler.add(endless("new", 5), held=True)
+    drive.scheduler.release("new", has_new_grammar=True)
+    plan = drive.scheduler.schedule()
+    assert len(sizes(plan)) == LONG_STEP + 1
+
+
+def test_rows_with_new_grammars_make_a_step_long() -> None:
+    drive = busy(LONG_STEP // NEW_GRAMMAR_TOKENS)
+    for seq in drive.scheduler._running:
+        seq.has_new_grammar = True
+    drive.add(endless("new", 5))
+    assert sizes(drive.step()) == [5]
+
+
+def test_chunks_are_shorter_after_a_short_prompt() -> None:
+    """The next short prompt does not wait for a long chunk. If none comes for a while, chunks are long again."""
+    drive = busy()
+    drive.add(endless("long", 200))
+    assert max(sizes(drive.step())) == CPU_MIN_STEP * FIRST_STEP - LONG_STEP
+    drive.add(endless("new", 5, 2))
+    assert sizes(drive.step()) == [5]
+    # At least half of the minimum is for the prompt, however many answers are running.
+    assert max(sizes(drive.step())) == max(int(BRISK_SHARE * CPU_MIN_STEP * FIRST_STEP) - LONG_STEP - 1, CPU_MIN_STEP // 2)
+    for _ in range(NUM_BRISK):
+        drive.step()
+    drive.add(endless("late", 100, seed=9))
+    assert max(sizes(drive.step())) == CPU_MIN_STEP * FIRST_STEP - LONG_STEP - 1
 
 
 def test_steps_with_few_rows_are_shared() -> None:
@@ -62,7 +109,7 @@ def test_steps_with_few_rows_are_shared() -> None:
 
 
 def test_other_devices_share_every_step() -> None:
-    drive = busy(short_first=False)
+    drive = busy(on_cpu=False)
     drive.add(endless("new", 5))
     assert len(sizes(drive.step())) == LONG_STEP + 1
 

@@ -8,7 +8,7 @@ import pytest
 
 from culet.config import ScheduleConfig
 from culet.errors import ConfigError
-from culet.scheduler.budget import MIN_STEP, StepBudget
+from culet.scheduler.budget import BRISK_SHARE, CPU_MIN_STEP, MIN_STEP, StepBudget
 from culet.scheduler.scheduler import Scheduler
 from culet.types import Drawn, MediaSpan, Request, StepPlan, StepResult
 from tests.engine.scheduler.drive import make_layout, make_request
@@ -151,3 +151,15 @@ def test_an_image_larger_than_the_chunk_is_computed_as_a_whole() -> None:
 def test_a_negative_time_is_refused() -> None:
     with pytest.raises(ConfigError, match="max-step-ms: got -1"):
         ScheduleConfig(max_step_ms=-1)
+
+
+def test_steps_between_short_prompts_take_their_share_of_the_time() -> None:
+    """A step takes 14 ms and 1.1 ms per token, as on a CPU. One slow step does not make the next ones small for good."""
+    budget = StepBudget(1024, 0.1, CPU_MIN_STEP)
+    for _ in range(20):
+        budget.took(CPU_MIN_STEP, 1.0)  # something else was using the cores
+    num_tokens = 0
+    for _ in range(20):
+        num_tokens = budget.of_step((), None, is_brisk=True)
+        budget.took(num_tokens, 0.014 + 0.0011 * num_tokens)
+    assert 0.014 + 0.0011 * num_tokens == pytest.approx(BRISK_SHARE * 0.1, rel=0.1)

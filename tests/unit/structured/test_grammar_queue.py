@@ -35,8 +35,9 @@ def queue(compiler: GrammarCompiler) -> Iterator[GrammarQueue]:
     queue._check.close()
 
 
-def request(number: int) -> Request:
-    return Request(f"r{number}", (9,), SAMPLING, 1, 8, frozenset(), grammar=GrammarSpec("regex", f"[a-c]{{{number + 1}}}"))
+def request(number: int, tenant: str = "") -> Request:
+    grammar = GrammarSpec("regex", f"[a-c]{{{number + 1}}}")
+    return Request(f"r{number}", (9,), SAMPLING, 1, 8, frozenset(), grammar=grammar, tenant=tenant)
 
 
 def wait_done(queue: GrammarQueue, alive: set[str]) -> set[str]:
@@ -76,3 +77,48 @@ def test_requests_with_the_same_grammar_share_it(queue: GrammarQueue) -> None:
     queue.forget()
     assert not queue._held
     assert not queue._compiler._held
+
+
+@pytest.fixture
+def limited() -> Iterator[GrammarQueue]:
+    queue = GrammarQueue(make_compiler(), NoTokenizer(), max_new=2)  # type: ignore[arg-type]
+    yield queue
+    queue._check.close()
+
+
+def test_each_tenant_runs_few_requests_with_new_grammars(limited: GrammarQueue) -> None:
+    requests = [request(number) for number in range(5)] + [request(number, "b") for number in range(5, 8)]
+    alive = {each.request_id for each in requests}
+    done = {each.request_id for each in requests if limited.submit(each)}
+    assert done | wait_done(limited, alive) == {"r0", "r1", "r5", "r6"}
+    alive -= {"r1", "r2"}  # one that runs, and one that waits
+    assert wait_done(limited, alive) == {"r3"}  # first come, first served
+    alive -= {"r0", "r3", "r5"}
+    assert wait_done(limited, alive) == {"r4", "r7"}
+    assert not limited._waiting
+
+
+def test_known_grammars_do_not_count(limited: GrammarQueue) -> None:
+    alive = {f"r{number}" for number in range(3)}
+    for number in range(3):
+        limited.submit(request(number))
+    wait_done(limited, alive)
+    again = Request("again", (9,), SAMPLING, 1, 8, frozenset(), grammar=request(0).grammar)
+    assert limited.submit(again)  # while r2 waits
+    assert "again" not in limited._new
+    limited.forget()
+    assert not limited._new
+
+
+def test_a_grammar_that_needs_room_is_not_overtaken(compiler: GrammarCompiler, queue: GrammarQueue) -> None:
+    """Requests of other tenants do not take the room that one waits for."""
+    requests = [request(number) for number in range(NUM_KEPT + 1)]
+    alive = {each.request_id for each in requests} | {"r9"}
+    for each in requests:
+        queue.submit(each)
+    wait_done(queue, alive)
+    assert not queue.submit(request(9, "b"))
+    alive -= {"r0"}
+    assert wait_done(queue, alive) == {f"r{NUM_KEPT}"}
+    alive -= {"r1"}
+    assert wait_done(queue, alive) == {"r9"}
