@@ -143,7 +143,7 @@ FEW_TOKENS = 64
 def _num_warps(size: int, num_tokens: int) -> int:
     if size > 2048:
         return 8 if num_tokens <= FEW_TOKENS or size > 4096 else 4
-    return 2 if size <= 512 or (size <= 1152 and num_tokens > FEW_TOKENS) else 4
+    return 4 if size > 512 else 2
 
 
 def describe_rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, y_TD: Tensor, pdl: bool) -> Launch:
