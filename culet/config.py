@@ -12,6 +12,7 @@ from typing import Any
 
 from culet.errors import ConfigError
 from culet.limits import read_limits
+from culet.thinking import read_thinking_budgets
 
 
 def option(default: Any, doc: str, *, flag: str = "", choices: tuple[str, ...] = ()) -> Any:
@@ -100,10 +101,6 @@ class CacheConfig:
             raise ConfigError(
                 f"gpu-memory-utilization: got {self.gpu_memory_utilization}, expected a number above 0 and at most 1"
             )
-
-
-SMALL_GPU_BYTES = 40 << 30
-SMALL_GPU_BATCHED_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -326,29 +323,6 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     given: frozenset[str] = frozenset()  # fields that the user set. Others may be derived from the model and the machine.
-
-    def tokens_per_step(self, gpu_bytes: int) -> int:
-        """Return `max_num_batched_tokens` on a GPU. Long steps need memory that a small GPU rather has for its cache."""
-        chosen = self.schedule.max_num_batched_tokens
-        is_free = "max_num_batched_tokens" not in self.given and gpu_bytes < SMALL_GPU_BYTES
-        return min(chosen, SMALL_GPU_BATCHED_TOKENS) if is_free else chosen
-
-
-EFFORTS = ("minimal", "low", "medium", "high", "xhigh")
-
-
-def read_thinking_budgets(text: str) -> dict[str, int]:
-    """Parse `effort=tokens,...`. Efforts that are not named have no budget. Errors name the bad part."""
-    budgets: dict[str, int] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = part.partition("=")
-        if name not in EFFORTS:
-            raise ConfigError(f"thinking-budgets: unknown effort {name!r}", hint=f"known efforts: {', '.join(EFFORTS)}")
-        if not value.isdecimal() or not 0 < int(value) < 2**31:
-            problem = f"thinking-budgets: {name}: got {value!r}, expected a whole number above 0"
-            raise ConfigError(problem, hint="example: low=1024,medium=4096; an effort that is left out has no budget")
-        budgets[name] = int(value)
-    return budgets
 
 
 MAX_SECONDS = 10**6  # about eleven days

@@ -20,6 +20,10 @@ KIB, GIB = 1 << 10, 1 << 30
 AMPERE, AMPERE_RTX, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX = 80, 86, 89, 90, 100, 120
 
 
+SMALL_GPU_BYTES = 40 << 30
+SMALL_GPU_TOKENS = 2048  # in a step
+
+
 @dataclass(frozen=True)
 class Rates:
     """The rates that decoding reaches on a device. The draft length depends only on their ratios."""
@@ -164,6 +168,11 @@ def find_gpu(name: str) -> Gpu:
 def _plain(name: str) -> str:
     """Normalise a name, so that RTX 4090, rtx-4090 and rtx4090 are equal."""
     return name.lower().translate(str.maketrans("", "", " _-"))
+
+
+def tokens_per_step(chosen: int, gpu_bytes: int, *, is_given: bool) -> int:
+    """Return how many tokens a step has at most. By default, small GPUs keep the memory of longer steps for their cache."""
+    return chosen if is_given or gpu_bytes >= SMALL_GPU_BYTES else min(chosen, SMALL_GPU_TOKENS)
 
 
 def detect(device: str = "cuda") -> Gpu:

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall
-from culet.text.output_reader import ChatReader, PlainReader
+from culet.text.output_reader import ChatReader
+from culet.text.plain_reader import PlainReader
 from culet.text.tokenizer import Tokenizer
 from culet.text.tool_schema import tool_schemas
 from culet.types import FinishReason, GrammarSpec, Logprobs, Request, SamplingParams, TokenDelta

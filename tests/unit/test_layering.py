@@ -20,7 +20,20 @@ import culet
 
 ROOT = Path(culet.__file__).parent
 BASE = (
-    *("errors", "env", "log", "types", "config", "limits", "registry", "line_process", "child", "frames", "hardware"),
+    *(
+        "errors",
+        "env",
+        "log",
+        "types",
+        "config",
+        "limits",
+        "thinking",
+        "registry",
+        "line_process",
+        "child",
+        "frames",
+        "hardware",
+    ),
     "version",
 )
 MAX_MODULES = 13  # in one folder, besides __init__

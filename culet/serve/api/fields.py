@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from culet.config import read_thinking_budgets
 from culet.errors import BadRequest, UnsupportedError
 from culet.media.parts import MediaOptions
 from culet.serve.service import Service
 from culet.structured.forms import FormAliases, ResponseFormat, StructuredFields, form_of
+from culet.thinking import read_thinking_budgets
 from culet.types import MAX_SEED, GrammarSpec, SamplingParams
 
 MAX_TEXT = 64 << 20  # larger than any body

@@ -1,6 +1,6 @@
 """Start a model on a GPU that pretends to be a smaller card, and let it answer one long chat.
 
-    python benchmarks/small_card.py 31B --quantization int4 --gib 24 --prompt-len 8000
+    python benchmarks/memory/small_card.py 31B --quantization int4 --gib 24 --prompt-len 8000
 
 The process may use `--gib` GiB of the GPU in all, with everything that CUDA itself takes: the allocator raises an error beyond
 that, and Culet is told that the card has no more. The GPU must be idle otherwise. The script prints the most memory that was in
