@@ -116,7 +116,7 @@ class Engine:
         for request_id, error in self._grammars.done(self._scheduler.is_alive):
             if error:
                 self._scheduler.cancel(request_id, reason=FinishReason.ERROR, error=error)
-            self._scheduler.release(request_id, has_new_grammar=True)
+            self._scheduler.release(request_id, has_new_grammar=self._grammars.is_new(request_id))
         is_running = False  # whether the worker, and not the scheduler, has the step
         try:
             while len(self._in_flight) < self._max_in_flight and (plan := self._scheduler.schedule()) is not None:

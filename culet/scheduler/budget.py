@@ -89,12 +89,13 @@ class ShortFirst:
 
 
 def short_prompts(queue: FairQueue) -> list[Sequence]:
-    """Return sequences that may go first, if their prompts are short. A new grammar makes a sequence too slow for that.
+    """Return sequences that may go first, if their prompts are short. They may overtake others of the same priority.
 
-    They may overtake others, but none with a better priority.
+    A new grammar makes a sequence too slow for that. Several samples would take the room of those that they overtake.
     """
     soon = queue.next_ones(MAX_SHORT)
-    return [seq for seq in soon if not seq.has_new_grammar and seq.request.priority == soon[0].request.priority]
+    alone = [seq for seq in soon if not (seq.has_new_grammar or seq.siblings)]
+    return [seq for seq in alone if seq.request.priority == soon[0].request.priority]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def share_step(
     `waiting` is the next sequence of the queue that may start.
     """
     if not queue.is_shared:
-        return share_budget([seq for seq in running if seq.is_ready], budget)
+        return share_budget([seq for seq in running if seq.is_ready], budget, waiting)
     return share_among_tenants(running, budget, prompts, waiting, 0 if waiting is None else queue.num_running(waiting.tenant))
 
 
@@ -129,8 +130,9 @@ def share_budget(ready: Iterable[Sequence], budget: int, waiting: Sequence | Non
     prefills = [seq for seq in ready if seq.num_uncomputed > 1]
     left = budget - (len(ready) - len(prefills))
     assert left >= bool(prefills), f"{len(ready)} sequences are running, but the budget is only {budget} tokens"
-    num_wanted = sum(seq.next_chunk for seq in prefills)
-    for_prefill = max((left + 1) // 2, prefills[0].min_chunk) if prefills else 0
+    prompts = prefills if waiting is None else [*prefills, waiting]
+    num_wanted = sum(seq.next_chunk for seq in prompts)
+    for_prefill = max((left + 1) // 2, prompts[0].min_chunk) if prompts else 0
     for_drafts = max(0, left - min(num_wanted, for_prefill))
     grants: dict[int, Grant] = {}
     for seq in ready:
@@ -140,7 +142,7 @@ def share_budget(ready: Iterable[Sequence], budget: int, waiting: Sequence | Non
             left -= num_drafts
             grants[id(seq)] = Grant(seq, 1 + num_drafts, num_drafts)
     wanted: Counter[str] = Counter()
-    for seq in [*prefills, waiting] if waiting is not None else prefills:
+    for seq in prompts:
         wanted[seq.tenant] += seq.next_chunk
     shares = share_tokens(wanted, left)
     for seq in prefills:

@@ -119,7 +119,8 @@ class Scheduler:
         """Queue a held request, in order of its arrival. Do nothing if it has already ended."""
         seq = self._held.pop(request_id, None)
         if seq is not None:
-            seq.has_new_grammar = has_new_grammar
+            for sample in (seq, *seq.siblings):
+                sample.has_new_grammar = has_new_grammar
             self._waiting.push(seq)
 
     def cancel(
@@ -175,9 +176,9 @@ class Scheduler:
         return bool(self._alive or self._in_flight)
 
     def stats(self) -> SchedulerStats:
-        allocator, queue_lens = self.page_allocator, (len(self._running), len(self._waiting))
-        held = held_pages(self._running, self.layout)
-        return take_snapshot(queue_lens, allocator.arena, allocator.prefix, held, self.features, self.counters)
+        allocator, lens = self.page_allocator, (len(self._running), len(self._waiting) + len(self._held))
+        pages = held_pages(self._running, self.layout)
+        return take_snapshot(lens, allocator.arena, allocator.prefix, pages, self.features, self.counters)
 
     # A step is planned
 
@@ -318,8 +319,7 @@ class Scheduler:
         Those that go `first` must end their prompts with this step. They leave enough pages to all that run, and enough pages
         and a slot to the next in order, which they may overtake.
         """
-        planned: list[PlannedRow] = []
-        reserved = promised_pages(self._running, self.budget)
+        planned, reserved = [], promised_pages(self._running, self.budget)
         if first and (head := self._waiting.head()) is not None:
             reserved += len(self._running) * self._max_fresh + pages_to_start(head, self.budget)
         for seq in short_prompts(self._waiting) if first else self._waiting.heads():

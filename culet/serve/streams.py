@@ -242,11 +242,11 @@ async def unless_gone(request: Request, start: Callable[[], Awaitable[T]], *, is
     task = asyncio.current_task()
     assert task is not None
     gone = asyncio.ensure_future(_wait_gone(request.receive)) if is_large else None
-    has_left = False
+    has_left = is_over = False
 
     def leave(gone: asyncio.Future[None]) -> None:
         nonlocal has_left
-        if not gone.cancelled():
+        if not (gone.cancelled() or is_over):
             has_left = True
             task.cancel()
 
@@ -269,10 +269,13 @@ async def unless_gone(request: Request, start: Callable[[], Awaitable[T]], *, is
             timer = asyncio.get_running_loop().call_later(_PATIENCE_S, watch)
         return await start()
     except asyncio.CancelledError:
-        if has_left and not task.uncancel():
+        if has_left and task.cancelling() == 1:  # nobody else has cancelled this task
             raise ClientGone from None
         raise
     finally:
+        is_over = True
+        if has_left:
+            task.uncancel()
         if timer is not None:
             timer.cancel()
         if gone is not None:

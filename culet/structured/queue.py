@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -16,6 +17,8 @@ from culet.structured.tool_grammar import tool_form
 from culet.text.tokenizer import Tokenizer
 from culet.types import GrammarSpec, Request
 
+NEW_S = 2.0  # time for which a request with a new grammar counts as such. Its first masks are the slow ones.
+
 
 class GrammarQueue:
     """Compiles the grammars of requests while the engine keeps running.
@@ -25,7 +28,10 @@ class GrammarQueue:
     """
 
     def __init__(self, compiler: GrammarCompiler, tokenizer: Tokenizer, *, max_new: int | None = None) -> None:
-        """Compile nothing yet. At most `max_new` requests of each tenant run with a grammar that was compiled for them."""
+        """Compile nothing yet.
+
+        At most `max_new` samples of each tenant begin within `NEW_S` with a grammar that was compiled for them.
+        """
         self._compiler = compiler
         self._check = GrammarCheck.for_tokenizer(tokenizer)
         self._max_new = max_new
@@ -33,7 +39,7 @@ class GrammarQueue:
         self._has_room = True  # otherwise the first that waits has not got the room that it needs
         self._compiling: dict[str, Future[Any]] = {}  # by request id
         self._held: dict[str, str] = {}  # request id -> key of its grammar
-        self._new: dict[str, str] = {}  # request id -> tenant, of requests whose grammars were compiled for them
+        self._new: dict[str, tuple[Request, float]] = {}  # by id, requests whose grammars were compiled for them, and when
 
     def prepare(self) -> None:
         """Prepare now, so that the first grammar does not wait."""
@@ -67,22 +73,31 @@ class GrammarQueue:
         spec, request_id = request.grammar, request.request_id
         assert spec is not None
         is_new = self._max_new is not None and not self._compiler.knows(spec)
-        if is_new and list(self._new.values()).count(request.tenant) >= (self._max_new or 0):
+        if is_new and self._num_new(request.tenant) >= (self._max_new or 0):
             return False
         self._has_room = self._compiler.hold(spec)
         if not self._has_room:
             return False
         if is_new:
-            self._new[request_id] = request.tenant
+            self._new[request_id] = request, time.monotonic()
         self._held[request_id] = spec.key
         self._compiling[request_id] = self._compiler.submit(spec)
         return True
 
+    def is_new(self, request_id: str) -> bool:
+        """Return whether a request began a short while ago with a grammar that was compiled for it."""
+        return request_id in self._new
+
+    def _num_new(self, tenant: str) -> int:
+        """Return how many samples of a tenant have new grammars."""
+        return sum(request.n for request, _ in self._new.values() if request.tenant == tenant)
+
     def _begin_waiting(self, is_alive: Callable[[str], bool]) -> None:
         """Start to compile the grammars of waiting requests, in order for each tenant."""
         self._has_room = True
-        for tenant, requests in list(self._waiting.items()):
-            while requests and (not is_alive(requests[0].request_id) or self._begin(requests[0])):
+        for tenant, waiting in list(self._waiting.items()):
+            requests = self._waiting[tenant] = deque(request for request in waiting if is_alive(request.request_id))
+            while requests and self._begin(requests[0]):
                 requests.popleft()
             if not requests:
                 del self._waiting[tenant]
@@ -95,6 +110,8 @@ class GrammarQueue:
         for request_id in [request_id for request_id in self._held if not is_alive(request_id)]:
             self._compiler.let_go(self._held.pop(request_id))
             self._new.pop(request_id, None)
+        begun = time.monotonic() - NEW_S
+        self._new = {request_id: new for request_id, new in self._new.items() if new[1] > begun}
 
     def done(self, is_alive: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
         """Yield (request id, error or "") for each grammar whose compilation has ended since the last call.

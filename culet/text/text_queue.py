@@ -122,6 +122,8 @@ class TextQueue:
         except asyncio.CancelledError:
             self._leave(job, lane)
             raise
+        finally:
+            del job  # as in `_work`
         return result
 
     def close(self) -> None:
@@ -160,6 +162,7 @@ class TextQueue:
             error = raised
         with suppress(RuntimeError):  # the loop is closed
             job.result.get_loop().call_soon_threadsafe(self._on_done, job, result, error)
+        del job, work, error  # the error refers to this frame, which would keep all of them until a garbage collection
 
     def _on_done(self, job: _Job, result: Any, error: BaseException | None) -> None:
         self._num_running -= 1

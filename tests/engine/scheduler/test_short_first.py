@@ -56,6 +56,27 @@ def test_a_short_prompt_overtakes_a_longer_one() -> None:
     assert max(sizes(drive.step())) > 5  # its first chunk is in the next step
 
 
+def test_several_samples_do_not_overtake() -> None:
+    """They would take the slots that the overtaken prompt needs."""
+    drive = busy()
+    drive.add(make_request("long", prompt(40, salt=9), 8))
+    drive.add(endless("new", 5, n=20))
+    assert len(sizes(drive.step())) > LONG_STEP
+    assert any(seq.request.request_id == "long" for seq in drive.scheduler._running)
+
+
+def test_drafts_leave_room_for_a_waiting_prompt() -> None:
+    drive = make(num_pages=400, seqs=40, budget=256, on_cpu=True, max_drafts=3, prefix_caching=False)
+    for number in range(12):
+        drive.add(endless(f"chat {number}", 20, 200, seed=number))
+    for _ in range(6):
+        drive.step()
+    drive.scheduler.step_budget._num_tokens = 16.0  # as slow steps make it
+    drive.add(endless("new", 100))
+    drive.step()
+    assert any(seq.request.request_id == "new" for seq in drive.scheduler._running)
+
+
 def test_a_better_priority_is_not_overtaken() -> None:
     drive = busy()
     drive.add(make_request("long", prompt(40, salt=9), 8, priority=-1))

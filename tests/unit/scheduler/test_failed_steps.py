@@ -101,7 +101,7 @@ def test_running_requests_that_are_not_in_the_step_are_computed_again(folder: Pa
     fail_launch(engine, monkeypatch, 1)
     with monkeypatch.context() as patch:
         patch.setattr(engine._scheduler, "_drafts_to_continue", lambda *, is_open: None)
-        patch.setattr(budget, "share_budget", lambda ready, num_tokens: share_budget(list(ready)[:1], num_tokens))
+        patch.setattr(budget, "share_budget", lambda ready, num_tokens, _: share_budget(list(ready)[:1], num_tokens))
         with pytest.raises(InternalError):
             engine.step()
     tokens, failed = run(engine)

@@ -98,6 +98,26 @@ def test_each_tenant_runs_few_requests_with_new_grammars(limited: GrammarQueue) 
     assert not limited._waiting
 
 
+def test_requests_that_have_left_are_not_kept(limited: GrammarQueue) -> None:
+    alive = {"r0", "r1", "r2"}  # two that run, and the first that waits
+    for number in range(20):
+        limited.submit(request(number))
+    wait_done(limited, alive)
+    assert [each.request_id for each in limited._waiting[""]] == ["r2"]
+
+
+def test_long_answers_do_not_keep_others_waiting(limited: GrammarQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request counts as new for a while only."""
+    alive = {"r0", "r1", "r2"}
+    for number in range(3):
+        limited.submit(request(number))
+    assert "r2" not in wait_done(limited, alive)
+    assert limited.is_new("r0")
+    monkeypatch.setattr(queue_module, "NEW_S", 0.0)
+    assert "r2" in wait_done(limited, alive)
+    assert not limited.is_new("r0")
+
+
 def test_known_grammars_do_not_count(limited: GrammarQueue) -> None:
     alive = {f"r{number}" for number in range(3)}
     for number in range(3):
