@@ -34,8 +34,8 @@ def _name_results(messages: Iterable[dict[str, Any]]) -> None:
         if not is_result:
             calls = found[-1].get("tool_calls") or ()
             continue
-        answered = {result.get("tool_call_id") for result in found}
-        unanswered = (call for call in calls if call.get("id") is None or call["id"] not in answered)
+        answered = {result["tool_call_id"] for result in found if result.get("tool_call_id")}
+        unanswered = (call for call in calls if not call.get("id") or call["id"] not in answered)
         for result in found:
             if not result.get("tool_call_id") and not result.get("name") and (call := next(unanswered, None)) is not None:
                 result["name"], result["tool_call_id"] = call["function"]["name"], call.get("id")

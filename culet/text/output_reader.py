@@ -378,14 +378,13 @@ class ChatReader:
             self._emit(part)
 
     def _end_call(self) -> None:
-        """Report the call if it is complete, or if parts of it were reported."""
-        if not self._call.is_complete:
-            if self._call_id:
-                self._report_call(is_complete=False)
-            else:
-                self._break_call()
-            return
-        self._report_call()
+        """Report the call if it is complete, or if parts of it were reported. Drop the head of a held call that was cut."""
+        if self._call.is_complete or self._call_id:
+            self._report_call(is_complete=self._call.is_complete)
+        elif self._calls_hold and self._call.fault is None:
+            self._state = _State.TEXT
+        else:
+            self._break_call()
 
     def _report_call(self, *, is_complete: bool = True) -> None:
         text = "".join(self._call_json)

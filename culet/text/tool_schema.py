@@ -16,6 +16,7 @@ from typing import Any
 _MAX_DEPTH = 16  # limit on nested references and alternatives
 _MAX_ALTERNATIVES = 64
 _MAX_NUMBER_CHARS = 400  # longer than any sensibly written finite number. Python refuses to parse much longer ones.
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which cannot be encoded
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _LOOSE_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _JSON_TYPES = {
@@ -121,7 +122,7 @@ def unquote(text: str) -> str | None:
         return None
     with suppress(ValueError):
         value = json.loads(text, strict=False)
-        return value if isinstance(value, str) else None
+        return _SURROGATE.sub("\ufffd", value) if isinstance(value, str) else None
     return None
 
 

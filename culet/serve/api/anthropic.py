@@ -351,8 +351,8 @@ def _blocks(output: Output) -> list[dict[str, Any]]:
         blocks.append({"type": "thinking", "thinking": output.reasoning, "signature": ""})
     if output.text:
         blocks.append({"type": "text", "text": output.text})
-    blocks += [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in output.tool_calls]
-    return blocks
+    calls = [call for call in output.tool_calls if call.is_complete]
+    return blocks + [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in calls]
 
 
 def _event(name: str, **fields: Any) -> bytes:

@@ -56,8 +56,8 @@ def test_a_call_that_is_cut(tokenizer: Tokenizer) -> None:
     assert (call.name, call.arguments_json, call.arguments, call.is_complete) == ("weather", '{"city":"Par', {}, False)
     assert "".join(part.arguments_json for part in parts[0]) == call.arguments_json
     assert reader.output().num_malformed == 0
-    reader, parts = parts_of(tokenizer, "<|tool_call>call:wea", 1)  # nothing was reported yet
-    assert (reader.output().text, parts) == ("<|tool_call>call:wea", {})
+    reader, parts = parts_of(tokenizer, "Well.<|tool_call>call:wea", 1)  # nothing was reported yet, and nothing is left of it
+    assert (reader.output().text, parts) == ("Well.", {})
 
 
 def test_without_a_grammar_calls_come_whole(tokenizer: Tokenizer) -> None:

@@ -203,6 +203,9 @@ def test_a_result_without_an_id_belongs_to_the_call_at_its_position(small):
     results = [{"role": "tool", "content": "p"}, {"role": "tool", "content": "q"}, {"role": "tool", "content": "r"}]
     text = small.render([USER, asks(("a", "f", {}), ("b", "g", {})), *results])
     assert [part.partition("{")[0] for part in text.split("response:")[1:]] == ["f", "g", "unknown"]
+    empty = [{**result, "tool_call_id": ""} for result in results[:2]]
+    text = small.render([USER, asks(("", "f", {}), ("", "g", {})), *empty])
+    assert [part.partition("{")[0] for part in text.split("response:")[1:]] == ["f", "g"]
     mixed = [{"role": "tool", "tool_call_id": "b", "content": "q"}, {"role": "tool", "content": "p"}]
     text = small.render([USER, asks(("a", "f", {}), ("b", "g", {})), *mixed])
     assert [part.partition("{")[0] for part in text.split("response:")[1:]] == ["g", "f"]

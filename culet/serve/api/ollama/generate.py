@@ -171,7 +171,8 @@ async def _answer(
 
 
 def _message_fields(text: str, thinking: str = "", calls: Sequence[ToolCall] = ()) -> Fields:
-    given = [OllamaCall(call.id, {"index": call.index, "name": call.name, "arguments": call.arguments}) for call in calls]
+    whole = [call for call in calls if call.is_complete]
+    given = [OllamaCall(call.id, {"index": call.index, "name": call.name, "arguments": call.arguments}) for call in whole]
     return {"message": OllamaAnswerMessage("assistant", text, thinking, given)}
 
 

@@ -133,12 +133,13 @@ def _keep(
     said: dict[str, Any] = {"role": "assistant"}
     if output.reasoning:
         said["reasoning_content"] = output.reasoning
-    if output.text or not output.tool_calls:
+    calls = [call for call in output.tool_calls if call.is_complete]
+    if output.text or not calls:
         said["content"] = output.text
-    if output.tool_calls:
+    if calls:
         said["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
-            for call in output.tool_calls
+            for call in calls
         ]
     stored = StoredResponse(encoder.encode(answer), [*given, said], answer.previous_response_id)
     return msgspec.structs.replace(answer, store=service.stored.add(key, answer.id, stored))
