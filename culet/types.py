@@ -134,8 +134,8 @@ class SamplingParams:
     top_k: int | None = None  # draw from this many of the most likely tokens; 0 or -1 means all tokens
     min_p: float | None = None  # drop tokens below this fraction of the most likely token's probability
     max_tokens: int | None = None  # None means up to the end of the context
-    stop: str | Sequence[str] = ()  # end before any of these texts
-    stop_token_ids: Sequence[int] = ()  # end after any of these tokens
+    stop: str | Sequence[str] | None = ()  # end before any of these texts; None means none
+    stop_token_ids: Sequence[int] | None = ()  # end after any of these tokens; None means none
     ignore_eos: bool = False  # go on after an end-of-text token
     seed: int | None = None  # equal seeds draw equal tokens; None means a random one
     n: int = 1  # number of samples
@@ -150,9 +150,10 @@ class SamplingParams:
     thinking_token_budget: int | None = None  # the most tokens in all thoughts of an answer. Then the thought is closed.
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop_token_ids = tuple(self.stop_token_ids or ())
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
         if isinstance(self.structured_outputs, Mapping):
             object.__setattr__(self, "structured_outputs", _read_structured(self.structured_outputs))
         if self.logit_bias is not None:
@@ -173,7 +174,7 @@ class SamplingParams:
         _check_int("n", self.n, 1, 1024)
         _check_int("logprobs", self.logprobs, 0, 1024)
         _check_int("prompt_logprobs", self.prompt_logprobs, 0, 1024)
-        for token_id in self.stop_token_ids:
+        for token_id in stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
         for text in stop:
             if not isinstance(text, str) or not text:

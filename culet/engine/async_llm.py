@@ -137,7 +137,8 @@ async def _results(waiter: _Waiter) -> AsyncIterator[Result]:
             return
         if waiter.error is not None:
             raise waiter.error
-        request, samples = job.request, tuple(part.sample(job.request.sampling.logprobs is not None) for part in parts)
+        request, has_logprobs = job.request, job.request.sampling.logprobs is not None
+        samples = tuple(part.sample(index, has_logprobs) for index, part in enumerate(parts))
         yield Result(request.prompt_token_ids, samples, job.num_cached_tokens, job.prompt, finished=False)
 
 
@@ -154,8 +155,9 @@ class _Part:
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs
 
-    def sample(self, has_logprobs: bool) -> Sample:
-        return Sample(self._text, tuple(self._token_ids), tuple(self._logprobs) if has_logprobs else None, "")
+    def sample(self, index: int, has_logprobs: bool) -> Sample:
+        logprobs = tuple(self._logprobs) if has_logprobs else None
+        return Sample(self._text, tuple(self._token_ids), logprobs, "", index=index)
 
 
 class _EngineThread:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from culet.config import Config, build_config
@@ -34,6 +35,7 @@ class Sample:
     error: str = ""  # what went wrong, if finish_reason is error
     warning: str = ""  # why an answer that has ended is empty; chats only
     num_thought_tokens: int = 0  # which a thinking budget counts; chats only
+    index: int = field(default=0, compare=False)  # among the samples of its prompt: 0 .. n - 1
     num_accepted_drafts: int = field(default=0, compare=False)  # tokens in token_ids that a drafter proposed
     num_rejected_drafts: int = field(default=0, compare=False)
     first_token_at: float = field(default=0.0, compare=False)  # time.perf_counter() of the first token
@@ -113,7 +115,7 @@ class Job:
     def result(self) -> Result:
         sampling = self.request.sampling
         samples = []
-        for sample in self.samples:
+        for index, sample in enumerate(self.samples):
             output = sample.output()
             samples.append(
                 Sample(
@@ -126,6 +128,7 @@ class Job:
                     error=sample.error,
                     warning=sample.warning,
                     num_thought_tokens=output.num_thought_tokens,
+                    index=index,
                     num_accepted_drafts=sample.num_accepted_drafts,
                     num_rejected_drafts=sample.num_rejected_drafts,
                     first_token_at=sample.first_token_at,
@@ -139,8 +142,14 @@ class Job:
 def offline_config(model: str, settings: Mapping[str, Any], *, trust_remote_code: bool) -> Config:
     """Return the Config for the arguments of `LLM` and `AsyncLLM`."""
     if trust_remote_code:
-        logger.info("trust_remote_code has no effect: Culet never runs code from a checkpoint")
+        _warn_of_remote_code()
     return build_config({"model": str(model), **settings})
+
+
+@cache
+def _warn_of_remote_code() -> None:
+    """Say once per process that the argument is ignored."""
+    logger.warning("trust_remote_code has no effect: Culet never runs code from a checkpoint")
 
 
 class JobLoop:

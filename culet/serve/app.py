@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from culet import __version__
@@ -99,16 +100,19 @@ def _add(app: FastAPI, service: Service, endpoint: Endpoint) -> None:
         request_bytes.set(num_bytes)
         return await unless_gone(request, lambda: endpoint.handle(service, request), is_large=num_bytes > SHORT_BYTES)
 
-    app.router.add_api_route(
-        endpoint.path,
-        handle,
-        route_class_override=_PlainRoute,
-        methods=[endpoint.method],
-        name=endpoint.handle.__name__,
-        description=endpoint.handle.__doc__,
-        response_model=None,
-        openapi_extra=_entry(endpoint),
-    )
+    # A GET also answers HEAD, which the HTTP server sends without the body. The document does not repeat it.
+    for method in ("GET", "HEAD") if endpoint.method == "GET" else (endpoint.method,):
+        app.router.add_api_route(
+            endpoint.path,
+            handle,
+            route_class_override=_PlainRoute,
+            methods=[method],
+            name=endpoint.handle.__name__,
+            description=endpoint.handle.__doc__,
+            response_model=None,
+            openapi_extra=_entry(endpoint),
+            include_in_schema=method != "HEAD",
+        )
 
 
 def _entry(endpoint: Endpoint) -> dict[str, Any]:
@@ -160,7 +164,15 @@ class _Deferred(Response):
 
 async def _defer_error(paths: str, request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        messages = {404: "path not found", 405: "the path does not support this method"}
-        hint = f"the paths are {paths}" if error.status_code == 404 else ""
-        error = HttpError(error.status_code, messages.get(error.status_code, "the request was refused"), hint=hint)
+        allow = _methods_of(request) if error.status_code == 405 else ""
+        messages = {404: "path not found", 405: f"the path does not support {request.method}"}
+        hint = {404: f"the paths are {paths}", 405: f"use {allow}"}.get(error.status_code, "")
+        message = messages.get(error.status_code, "the request was refused")
+        error = HttpError(error.status_code, message, hint=hint, allow=allow)
     return _Deferred(error)
+
+
+def _methods_of(request: Request) -> str:
+    """Return the methods that the path of a request supports."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in routes for method in getattr(route, "methods", ())}))

@@ -27,12 +27,20 @@ class HttpError(UserError):
     """A request refused at the HTTP level, with its own status. Examples are a missing key, a bad path or a large body."""
 
     def __init__(
-        self, status: int, message: str, *, hint: str = "", code: str | None = None, retry_after_s: int | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        hint: str = "",
+        code: str | None = None,
+        retry_after_s: int | None = None,
+        allow: str = "",
     ) -> None:
         super().__init__(message, hint=hint)
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s  # None for the server's own estimate
+        self.allow = allow  # the methods that the path supports, for a 405
 
 
 class ErrorReply(Struct, frozen=True):
@@ -44,6 +52,7 @@ class ErrorReply(Struct, frozen=True):
     param: str | None = None
     code: str | None = None
     retry_after_s: int | None = None
+    allow: str = ""
 
 
 def reply_to(error: BaseException, *, retry_after_s: int = 1) -> ErrorReply:
@@ -59,7 +68,8 @@ def reply_to(error: BaseException, *, retry_after_s: int = 1) -> ErrorReply:
     message = f"{problem} (hint: {error.hint})" if error.hint else problem
     param = _PARAM.match(problem) if kind == "invalid_request_error" else None
     wait = (getattr(error, "retry_after_s", None) or retry_after_s) if status in (429, 503) else None
-    return ErrorReply(status, kind, message, param.group(1) if param else None, code, wait)
+    allow = error.allow if isinstance(error, HttpError) else ""
+    return ErrorReply(status, kind, message, param.group(1) if param else None, code, wait, allow)
 
 
 class _Body(Struct):

@@ -27,6 +27,7 @@ from culet.serve.streams import ABORT, SEND, ClientGone
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})  # for GET and HEAD. The web page adds its static files.
 QUIET_PATHS = PUBLIC_PATHS | {"/metrics", "/stats", "/samples", "/markdown"}  # polled often, so not logged
 UNCOUNTED_PATHS = frozenset({"/markdown"})  # the web page calls these while an answer is written
+UNTYPED_PATHS = "/api/"  # Ollama takes JSON with any content type, and its documentation uses `curl -d`
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MEGABYTE = 1 << 20
 DEFERRED = "culet.error"  # scope key of an application error that is answered here
@@ -76,7 +77,8 @@ class Middleware:
                 caller.count_request()
             # Pages from other origins can post forms and plain text freely. JSON needs a CORS preflight, which fails.
             expected = FORM if path in self._forms else "application/json"
-            if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != expected.encode():
+            is_expected = headers.get(b"content-type", b"").split(b";")[0].strip().lower() == expected.encode()
+            if not is_expected and not (path.startswith(UNTYPED_PATHS) and _is_from_no_page(headers)):
                 raise HttpError(415, f"content-type: expected {expected}", hint="set the Content-Type header")
             if path in self._forms:
                 self._check_origin(headers)
@@ -245,12 +247,19 @@ class _Exchange:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if reply.retry_after_s is not None:
             headers.append((b"retry-after", str(reply.retry_after_s).encode()))
+        if reply.allow:
+            headers.append((b"allow", reply.allow.encode()))
         if reply.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         if not self._has_body and self._scope["method"] not in ("GET", "HEAD"):
             headers.append((b"connection", b"close"))  # the rest of the body is dropped (see culet.serve.http.connection)
         await self._send_tagged({"type": "http.response.start", "status": reply.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _is_from_no_page(headers: dict[bytes, bytes]) -> bool:
+    """Return whether no web page sent this POST. Browsers name the origin of every POST, even if only as `null`."""
+    return b"origin" not in headers and b"sec-fetch-site" not in headers
 
 
 def _is_address(name: str) -> bool:

@@ -161,7 +161,8 @@ class SampleOutput:
         if self.finish_reason not in _ANSWERED or not output.num_thought_tokens or output.text.strip() or output.tool_calls:
             return ""
         how = "max_tokens was reached" if self.finish_reason == FinishReason.LENGTH else "the model ended its turn"
-        return f"{EMPTY_ANSWER}: {how} after {output.num_thought_tokens} tokens of thought, without an answer"
+        count = f"{output.num_thought_tokens} token{'' if output.num_thought_tokens == 1 else 's'}"
+        return f"{EMPTY_ANSWER}: {how} after {count} of thought, without an answer"
 
     def _read(
         self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]
@@ -205,7 +206,7 @@ def has_call(pieces: Sequence[OutputPiece]) -> bool:
 
 def plain_output(tokenizer: Tokenizer, request: Request, params: SamplingParams) -> SampleOutput:
     """Create the output for a sample of a plain completion. Everything the model writes is text."""
-    stop, min_tokens = tuple(params.stop), params.min_tokens
+    stop, min_tokens = tuple(params.stop or ()), params.min_tokens
     return SampleOutput(PlainReader(tokenizer, end_ids=request.stop_token_ids, stop=stop, min_tokens=min_tokens))
 
 
@@ -233,7 +234,7 @@ def chat_output(
         schemas=tool_schemas(tools),
         end_ids=request.stop_token_ids,
         ignore_end=params.ignore_eos,
-        stop=tuple(params.stop),
+        stop=tuple(params.stop or ()),
         min_tokens=params.min_tokens,
         calls_hold=calls_hold or holds_calls,
         unmarked_calls=unmarked_calls and (form is None or holds_calls),

@@ -175,6 +175,23 @@ def test_every_refused_field_is_refused(body: type[Struct]) -> None:
             refuse_unsupported(body(**required, **{name: msgspec.Raw(b'"x"')}))
 
 
+@pytest.mark.parametrize(
+    ("body", "name", "hint"),
+    [
+        (ChatRequest, "enable_thinking", "use chat_template_kwargs.enable_thinking"),
+        (CompletionRequest, "enable_thinking", "omit the field"),
+        (ChatRequest, "thinking", "use thinking_token_budget"),
+        (ChatRequest, "thinking_budget", "use thinking_token_budget"),
+        (ChatRequest, "bad_words", "omit the field"),
+    ],
+)
+def test_a_refusal_names_the_field_to_use(body: type[Struct], name: str, hint: str) -> None:
+    required: Any = {field.name: None for field in msgspec.structs.fields(body) if field.required}
+    with pytest.raises(UnsupportedError) as error:
+        refuse_unsupported(body(**required, **{name: msgspec.Raw(b'"x"')}))
+    assert error.value.hint == hint
+
+
 def test_refused_fields_inside_others() -> None:
     options = OllamaOptions(tfs_z=msgspec.Raw(b"0.5"))
     with pytest.raises(UnsupportedError, match=r"^options\.tfs_z: not supported"):

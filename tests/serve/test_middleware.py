@@ -152,6 +152,13 @@ def test_paths_and_methods(fake: Running) -> None:
         answer = fake.http.request(method, path, headers=JSON)
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert ("allow" in answer.headers) is (status == 405)
+    assert fake.http.put("/v1/models").headers["allow"] == "GET, HEAD"
+    refused = fake.http.get("/v1/chat/completions")
+    assert (refused.headers["allow"], refused.json()["error"]["message"]) == (
+        "POST",
+        "the path does not support GET (hint: use POST)",
+    )
 
 
 BAD_FIELDS: list[tuple[str, str]] = [

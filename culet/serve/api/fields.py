@@ -134,6 +134,12 @@ _NEUTRAL_OF = {
     "prompt_logprobs": (b"null",),
     "thinking_budget": (b"null",),
 }
+# Supported fields that do the same as a refused one.
+_INSTEAD = {
+    "enable_thinking": "chat_template_kwargs.enable_thinking",
+    "thinking": "thinking_token_budget",
+    "thinking_budget": "thinking_token_budget",
+}
 
 
 class UnsupportedFields(FormAliases, kw_only=True):
@@ -197,9 +203,15 @@ def refuse_unsupported(fields: Struct, prefix: str = "") -> None:
         value = getattr(fields, name)
         if name in refused:
             if value is not UNSET and memoryview(value) not in _NEUTRAL_OF.get(name, _NEUTRAL):
-                raise UnsupportedError(f"{prefix}{name}: not supported", hint="omit the field")
+                raise UnsupportedError(f"{prefix}{name}: not supported", hint=_hint_for(name, fields))
         elif isinstance(value, Struct):
             refuse_unsupported(value, f"{prefix}{name}.")
+
+
+def _hint_for(name: str, fields: Struct) -> str:
+    """Return what to do about a refused field: use the field that does the same, if these `fields` have it."""
+    other = _INSTEAD.get(name, "")
+    return f"use {other}" if other.partition(".")[0] in fields.__struct_fields__ else "omit the field"
 
 
 @cache

@@ -81,6 +81,7 @@ def test_results_grow(llm: AsyncLLM) -> None:
             assert after.text.startswith(before.text)
             assert after.token_ids[: len(before.token_ids)] == before.token_ids
             assert len(after.logprobs or ()) == len(after.token_ids)
+    assert {tuple(sample.index for sample in result.outputs) for result in results} == {(0, 1)}
     assert [len(sample.token_ids) for sample in results[-1].outputs] == [24, 24]
     assert results[-1].outputs[0].finish_reason == "length"
 

@@ -15,6 +15,7 @@ import torch
 import culet
 from culet import LLM, SamplingParams
 from culet.cache.spec import plan_cache
+from culet.engine.jobs import _warn_of_remote_code
 from culet.errors import BadRequest, InternalError
 from culet.models.checkpoint import open_checkpoint
 from culet.types import StepPlan
@@ -154,6 +155,7 @@ def test_n_samples_fork_one_prompt(llm: LLM) -> None:
     assert len(result.samples) == 5
     assert len({sample.token_ids for sample in result.samples}) == 5
     assert (result.text, result.token_ids) == (result.samples[0].text, result.samples[0].token_ids)
+    assert [output.index for output in result.outputs] == [0, 1, 2, 3, 4]
     # Sample 0 is the same as with n=1.
     assert llm.generate([prompt(37, 7)], dataclasses.replace(params, n=1))[0].token_ids == result.token_ids
 
@@ -386,8 +388,11 @@ def test_structured_outputs_as_a_mapping(llm: LLM) -> None:
 
 
 def test_trust_remote_code_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"), LLM(str(folder_of("31B")), trust_remote_code=True, device="cpu", max_model_len=64):
-        assert "trust_remote_code has no effect" in caplog.text
+    _warn_of_remote_code.cache_clear()
+    for _ in range(2):
+        LLM(str(folder_of("31B")), trust_remote_code=True, device="cpu", max_model_len=64).close()
+    said = [record.levelname for record in caplog.records if "trust_remote_code has no effect" in record.getMessage()]
+    assert said == ["WARNING"]
 
 
 def test_the_package_lists_its_names() -> None:

@@ -84,6 +84,11 @@ def test_stop_token_ids(llm: LLM, text: str) -> None:
     assert reason == "stop"
 
 
+def test_none_means_no_stops(llm: LLM, text: str) -> None:
+    assert run(llm, stop=None, stop_token_ids=None)[0] == text
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+
+
 def test_one_sample_stops_and_the_others_continue(llm: LLM) -> None:
     params = SamplingParams(n=4, seed=5, max_tokens=40, ignore_eos=True)
     [plain] = llm.generate(PROMPT, params)

@@ -145,6 +145,7 @@ def test_options_reach_the_sampler(tiny: Running) -> None:
     assert ask(temperature=5, seed=3) != ask(temperature=5, seed=4)
     assert ask(temperature=0, repeat_penalty=50) != ask(temperature=0)
     assert ask(temperature=0, repeat_penalty=50, repeat_last_n=0) == ask(temperature=0)
+    assert ask(temperature=0, repeat_penalty=1.0, repeat_last_n=64, stop="") == ask(temperature=0)
 
 
 @pytest.mark.parametrize(
@@ -179,9 +180,29 @@ def test_models(fake: Running) -> None:
     shown = client(fake).show("gemma")
     assert shown.modelinfo["gemma4.context_length"] == 32768
     assert set(shown.capabilities) == {"completion", "tools", "thinking"}  # no vision
+    older = fake.http.post("/api/show", json={"name": "gemma"}).json()
+    assert older["model_info"] == fake.http.post("/api/show", json={"model": "gemma"}).json()["model_info"]
+    assert fake.http.post("/api/show", json={}).json() == {"error": "model: expected the name of a model"}
     (running,) = client(fake).ps().models
     assert (running.model, running.context_length) == ("gemma", 32768)
     assert fake.http.get("/api/version").json()["culet"] == __version__
+
+
+def test_requests_of_the_go_client_and_of_curl(fake: Running, agent: Running) -> None:
+    for path in ("/", "/api/tags", "/api/version"):
+        answer = fake.http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert agent.http.head("/api/tags", headers={"authorization": ""}).status_code == 401, "as for GET"
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    for more, status in (
+        (form, 200),
+        ({}, 200),
+        ({**form, "origin": "https://evil.example"}, 415),
+        ({**form, "origin": "null"}, 415),
+        ({**form, "sec-fetch-site": "cross-site"}, 415),
+    ):
+        answer = fake.http.post("/api/show", content=b'{"model": "gemma"}', headers=more)
+        assert answer.status_code == status, more
 
 
 def test_errors(fake: Running, agent: Running) -> None:

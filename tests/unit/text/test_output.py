@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,13 @@ def test_a_chat_separates_thoughts_text_and_calls(tokenizer: Tokenizer, size: in
     whole = output.output()
     assert (whole.text, whole.reasoning, whole.tool_calls) == ("I look.", "hm", (call,))
     assert output.token_ids == [token for delta in deltas for token in delta.token_ids] == ids
+
+
+@pytest.mark.parametrize(("thought", "count"), [("a", "1 token"), ("a b c d e f", "[0-9]+ tokens")])
+def test_an_empty_answer_counts_the_thought(tokenizer: Tokenizer, thought: str, count: str) -> None:
+    output = chat(tokenizer, prompt="hi<|channel>thought\n")
+    feed(output, tokenizer.encode(f"{thought}<channel|><turn|>"), end=FinishReason.STOP)
+    assert re.search(f"ended its turn after {count} of thought, without an answer", output.warning)
 
 
 def test_a_plain_completion_is_all_text(tokenizer: Tokenizer) -> None:

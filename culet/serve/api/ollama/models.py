@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from culet import __version__
-from culet.errors import UnsupportedError
+from culet.errors import BadRequest, UnsupportedError
 from culet.media.items import MediaKind
 from culet.models.checkpoint import Checkpoint
 from culet.models.sizes import text_weights
@@ -82,7 +82,8 @@ class OllamaRunningModels(Struct):
 class ShowRequest(Struct):
     """The body of POST /api/show."""
 
-    model: ModelName
+    model: ModelName | None = None
+    name: ModelName | None = None  # the same in older clients
 
 
 class ShowAnswer(Struct, kw_only=True):
@@ -129,7 +130,9 @@ async def running(service: Service, request: Request) -> Response:
 async def show(service: Service, request: Request) -> Response:
     """Describe the model."""
     body = await read_body(service, request, ShowRequest)
-    name = find_model(service, body.model)
+    if body.model is None and body.name is None:
+        raise BadRequest("model: expected the name of a model")
+    name = find_model(service, body.model or body.name or "")
     spec, facts = service.checkpoint.spec, service.engines.facts
     defaults = service.checkpoint.defaults
     sampling = {"temperature": defaults.temperature, "top_k": defaults.top_k, "top_p": defaults.top_p}

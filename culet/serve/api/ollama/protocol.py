@@ -38,7 +38,7 @@ from culet.structured.forms import any_object, schema_form
 from culet.types import GrammarSpec, SamplingParams
 
 ModelName = Annotated[str, Meta(max_length=256)]
-_SHARED = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "stop")
+_SHARED = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
 # "json" asks for any JSON object, a schema for a document that matches it. The schema is not parsed here.
 Format = Annotated[Raw, Meta(extra_json_schema={"anyOf": [{"enum": ["", "json", None]}, {"type": "object"}]})] | UnsetType
 Images = Annotated[list[Text], Meta(max_length=1024)] | None
@@ -53,7 +53,7 @@ class OllamaOptions(Struct, kw_only=True):
     top_p: Share | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None  # below 0 means a random one
-    stop: StopText | Annotated[list[StopText], Meta(max_length=1024)] | None = None
+    stop: Annotated[str, Meta(max_length=1024)] | Annotated[list[StopText], Meta(max_length=1024)] | None = None
     repeat_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
     repeat_last_n: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # only 0 (no penalties) and -1 (the whole context)
     presence_penalty: Penalty | None = None
@@ -115,10 +115,11 @@ def read_params(service: Service, body: OllamaRequest) -> SamplingParams:
     given["repetition_penalty"] = options.repeat_penalty
     if options.seed is not None and options.seed >= 0:
         given["seed"] = options.seed
-    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    given["stop"] = options.stop or None  # an empty text means none
+    has_penalty = options.repeat_penalty not in (None, 1.0) or options.presence_penalty or options.frequency_penalty
     if options.repeat_last_n == 0:
         given |= {"repetition_penalty": 1.0, "presence_penalty": None, "frequency_penalty": None}
-    elif options.repeat_last_n is not None and options.repeat_last_n > 0 and any(given[name] for name in penalties):
+    elif options.repeat_last_n is not None and options.repeat_last_n > 0 and has_penalty:
         problem = f"options.repeat_last_n: got {options.repeat_last_n}, but penalties always count the whole context"
         raise UnsupportedError(problem, hint="omit the field, or set it to -1")
     max_tokens = options.num_predict if options.num_predict is not None and options.num_predict > 0 else None
