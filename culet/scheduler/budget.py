@@ -41,10 +41,13 @@ class StepBudget:
         within = min(max(within, self._num_tokens / 2), 2 * max(self._num_tokens, num_tokens))
         self._num_tokens = min(max(within, self._min_tokens), self.max_tokens)
 
-    def of_step(self, running: Iterable[Sequence], waiting: Sequence | None, *, is_brisk: bool = False) -> int:
+    def of_step(
+        self, running: Iterable[Sequence], waiting: Sequence | None, *, is_brisk: bool = False, is_shared: bool = False
+    ) -> int:
         """Return how many tokens the next step may have. `waiting` is the next sequence that may start.
 
-        If `is_brisk`, short prompts are expected, which must not wait long for chunks, even if no answer is running.
+        If `is_brisk`, short prompts are expected, which must not wait long for chunks, even if no answer is running. If several
+        tenants share the step, a prompt does not shrink for the sake of another tenant's answers.
         """
         num_decoding, first = 0, waiting
         for seq in running:
@@ -57,7 +60,7 @@ class StepBudget:
         # The first prompt can always go on, even with media that are computed as a whole, and not in tiny chunks.
         least = num_decoding + max(self._min_tokens // 2, first.min_chunk if first is not None else 1)
         # Never fewer than the minimum, because nothing is learned from smaller steps.
-        num_tokens = max(int(self._num_tokens * (BRISK_SHARE if is_brisk else 1)), self._min_tokens)
+        num_tokens = max(int(self._num_tokens * (BRISK_SHARE if is_brisk else 1)), MIN_STEP if is_shared else self._min_tokens)
         return min(self.max_tokens, max(num_tokens, least))
 
 

@@ -67,8 +67,7 @@ class Scheduler:
         every token makes a step longer. Without `features`, their account, the runner has no towers.
         """
         self.layout, self.max_model_len = layout, max_model_len
-        self.max_drafts, self.policy = max_drafts, policy
-        self.plans_open, self.features = plans_open, features
+        self.max_drafts, self.policy, self.plans_open, self.features = max_drafts, policy, plans_open, features
         self.budget = config.max_num_batched_tokens
         self.step_budget = StepBudget(self.budget, config.max_step_ms / 1e3, CPU_MIN_STEP if on_cpu else MIN_STEP)
         self._short_first = ShortFirst(is_on=on_cpu)
@@ -243,12 +242,13 @@ class Scheduler:
 
     def _plan_rows(self, entries: list[Entry]) -> list[PlannedRow]:
         """Plan rows for running sequences. If pages are left, also start waiting ones and append their entries to `entries`."""
-        prompts = StepPrompts()
+        prompts, is_shared = StepPrompts(), self._waiting.is_shared
         waiting = self._waiting.head() if self._waiting and len(self._running) < self._max_running else None
-        budget = self.step_budget.of_step(self._running, waiting, is_brisk=self._short_first.is_brisk(self.counters.steps))
+        is_brisk = self._short_first.is_brisk(self.counters.steps)
+        budget = self.step_budget.of_step(self._running, waiting, is_brisk=is_brisk, is_shared=is_shared)
         grants = share_step(self._running, self._waiting, waiting, budget, prompts)
         planned: list[PlannedRow] = []
-        may_go_first = waiting is not None and not self._waiting.is_shared  # tenants have their own rules for new prompts
+        may_go_first = waiting is not None and not is_shared  # tenants have their own rules for new prompts
         num_first = self._short_first.num_tokens(grants, self.counters.steps) if may_go_first else 0
         if num_first and (planned := self._start_new(entries, num_first, prompts, first=True)):
             self._short_first.used(self.counters.steps)

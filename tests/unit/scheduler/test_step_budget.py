@@ -163,3 +163,11 @@ def test_steps_between_short_prompts_take_their_share_of_the_time() -> None:
         num_tokens = budget.of_step((), None, is_brisk=True)
         budget.took(num_tokens, 0.014 + 0.0011 * num_tokens)
     assert 0.014 + 0.0011 * num_tokens == pytest.approx(BRISK_SHARE * 0.1, rel=0.1)
+
+
+def test_tenants_do_not_shrink_each_others_chunks() -> None:
+    budget = StepBudget(1024, 0.1, CPU_MIN_STEP)
+    for _ in range(20):
+        budget.took(64, 1.0)  # far too slow
+    assert budget.of_step((), None, is_brisk=True) == CPU_MIN_STEP
+    assert budget.of_step((), None, is_brisk=True, is_shared=True) == MIN_STEP
