@@ -35,17 +35,23 @@ class Card:
         _, total = self._real()
         torch.cuda.set_per_process_memory_fraction((num_bytes - CONTEXT_BYTES) / total)
         torch.cuda.mem_get_info = self._mem_get_info
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._is_over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Stop watching. A thread that uses CUDA must not outlive the main one."""
+        self._is_over.set()
+        self._watcher.join()
 
     def _mem_get_info(self, device: Any = None) -> tuple[int, int]:
         free, total = self._real(device)
         return max(0, self.num_bytes - (total - free)), self.num_bytes
 
     def _watch(self) -> None:
-        while True:
+        while not self._is_over.wait(1e-3):
             free, total = self._real()
             self.most = max(self.most, total - free)
-            time.sleep(1e-3)
 
 
 def main() -> None:
@@ -59,6 +65,14 @@ def main() -> None:
     given = parser.parse_args()
     setup_logging()
     card = Card(int(given.gib * GIB))
+    try:
+        print(json.dumps(run(card, given)))
+    finally:
+        card.close()
+
+
+def run(card: Card, given: argparse.Namespace) -> dict[str, Any]:
+    """Start the model and let it answer. Return what was measured."""
     began = time.perf_counter()
     settings = {"quantization": given.quantization, "language_model_only": True, **json.loads(given.settings)}
     llm = LLM(f"random:{given.variant}", **settings)
@@ -69,7 +83,7 @@ def main() -> None:
     (answer,) = llm.generate({"prompt_token_ids": prompt}, params)
     result |= {"answer_s": round(time.perf_counter() - began, 2), "tokens": len(answer.outputs[0].token_ids)}
     result |= {"most_gib": round(card.most / GIB, 2), "card_gib": given.gib, "fits": card.most <= card.num_bytes}
-    print(json.dumps(result))
+    return result
 
 
 if __name__ == "__main__":
