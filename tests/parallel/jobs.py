@@ -98,9 +98,9 @@ def run_engine(
 ) -> tuple[list[tuple[int, ...]], Counters]:
     """Return the output of every request and the counters. The requests of a round run together, one round after another.
 
-    Each rank schedules for itself. The schedulers are equal, so their plans are too.
+    Each rank schedules for itself. The schedulers are equal, so their plans are too, as long as they do not depend on time.
     """
-    config = build_config({"device": "cpu", "max_model_len": 512, **settings})
+    config = build_config({"device": "cpu", "max_model_len": 512, "max_step_ms": 0, **settings})
     if group is None:
         engine = Engine(config, progress=False)
     else:

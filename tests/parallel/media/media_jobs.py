@@ -81,7 +81,7 @@ def ask(
     group: RankGroup | None, settings: Mapping[str, Any], rounds: Sequence[Sequence[Seen]]
 ) -> tuple[list[Told], Counters, int]:
     """Return what the engine said, its counters, and the bytes of its towers. Each rank schedules for itself."""
-    config = build_config({"device": "cpu", "max_model_len": 512, "dtype": "float32", **settings})
+    config = build_config({"device": "cpu", "max_model_len": 512, "max_step_ms": 0, "dtype": "float32", **settings})
     if group is None:
         engine = Engine(config, progress=False)
     else:
