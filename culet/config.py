@@ -11,6 +11,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from culet.errors import ConfigError
+from culet.hardware import SMALL_GPU_BYTES, SMALL_GPU_TOKENS
 from culet.limits import read_limits
 from culet.thinking import read_thinking_budgets
 
@@ -323,6 +324,12 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     given: frozenset[str] = frozenset()  # fields that the user set. Others may be derived from the model and the machine.
+
+    def tokens_per_step(self, gpu_bytes: int) -> int:
+        """Return the most tokens in a step. By default, a small GPU leaves the memory that long steps need to the cache."""
+        most = self.schedule.max_num_batched_tokens
+        is_large = gpu_bytes >= SMALL_GPU_BYTES or "max_num_batched_tokens" in self.given
+        return most if is_large else min(most, SMALL_GPU_TOKENS)
 
 
 MAX_SECONDS = 10**6  # about eleven days

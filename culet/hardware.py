@@ -170,11 +170,6 @@ def _plain(name: str) -> str:
     return name.lower().translate(str.maketrans("", "", " _-"))
 
 
-def tokens_per_step(chosen: int, gpu_bytes: int, *, is_given: bool) -> int:
-    """Return how many tokens a step has at most. By default, small GPUs keep the memory of longer steps for their cache."""
-    return chosen if is_given or gpu_bytes >= SMALL_GPU_BYTES else min(chosen, SMALL_GPU_TOKENS)
-
-
 def detect(device: str = "cuda") -> Gpu:
     """Return the GPU behind `device`, or this machine's CPU if torch finds no GPU. Imports torch."""
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from culet.errors import ConfigError
@@ -47,13 +48,19 @@ class Limits:
 
 def read_limits(text: str) -> Limits:
     """Parse `name=number,...`, with defaults for the rest. Errors name the bad part."""
-    known = {entry.name for entry in fields(Limits)}
-    values: dict[str, int] = {}
+    return Limits(
+        **read_numbers("limits", text, sorted(entry.name for entry in fields(Limits)), hint="example: n=4,body_mb=64")
+    )
+
+
+def read_numbers(setting: str, text: str, names: Sequence[str], *, hint: str) -> dict[str, int]:
+    """Parse `name=number,...`, the value of `setting`. The `hint` is for numbers that are not above 0."""
+    numbers: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition("=")
-        if name not in known:
-            raise ConfigError(f"limits: unknown name {name!r}", hint=f"known names: {', '.join(sorted(known))}")
+        if name not in names:
+            raise ConfigError(f"{setting}: unknown name {name!r}", hint=f"known names: {', '.join(names)}")
         if not value.isdecimal() or not 0 < int(value) < 2**31:
-            raise ConfigError(f"limits: {name}: got {value!r}, expected a whole number above 0", hint="example: n=4,body_mb=64")
-        values[name] = int(value)
-    return Limits(**values)
+            raise ConfigError(f"{setting}: {name}: got {value!r}, expected a whole number above 0", hint=hint)
+        numbers[name] = int(value)
+    return numbers

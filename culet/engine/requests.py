@@ -76,7 +76,8 @@ class RequestRules:
             for name, needs_text in (("stop", params.stop), ("structured_outputs", params.structured_outputs)):
                 if needs_text:
                     raise no_tokenizer(f"{name}: it applies to text")
-        for name, ids in (("stop_token_ids", params.stop_token_ids or ()), ("logit_bias", tuple(params.logit_bias or ()))):
+        stop_token_ids = params.stop_token_ids or ()
+        for name, ids in (("stop_token_ids", stop_token_ids), ("logit_bias", tuple(params.logit_bias or ()))):
             if any(token_id >= self.vocab_size for token_id in ids):
                 raise BadRequest(f"{name}: got {max(ids)}, expected token ids below {self.vocab_size}")
         if params.n > self.max_num_seqs:
@@ -85,7 +86,7 @@ class RequestRules:
                 hint="lower n or raise --max-num-seqs",
             )
         eos = () if params.ignore_eos else self.defaults.eos_token_ids
-        stop_ids = frozenset(eos) | frozenset(params.stop_token_ids or ())
+        stop_ids = frozenset(eos) | frozenset(stop_token_ids)
         max_tokens = self._max_tokens(len(prompt), params.max_tokens)
         if params.min_tokens > max_tokens:
             raise BadRequest(f"min_tokens: got {params.min_tokens}, but the context has room for only {max_tokens} more tokens")

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from culet import hardware
 from culet.attention.base import AttentionBackend
 from culet.attention.plan import AttentionPlan, heads_of_rank, plan_attention
 from culet.cache.spec import CacheLayout, plan_cache, share_among, stored_as
@@ -160,9 +159,7 @@ def _resolve_schedule(config: Config, device: torch.device) -> ScheduleConfig:
     """Return the given schedule, with smaller defaults on a small GPU, and on a CPU because large batches gain little there."""
     schedule = config.schedule
     if device.type != "cpu":
-        is_given = "max_num_batched_tokens" in config.given
-        gpu_bytes = torch.cuda.mem_get_info(device)[1]
-        num_tokens = hardware.tokens_per_step(schedule.max_num_batched_tokens, gpu_bytes, is_given=is_given)
+        num_tokens = config.tokens_per_step(torch.cuda.mem_get_info(device)[1])
         if num_tokens < schedule.max_num_batched_tokens:
             chose("max-num-batched-tokens", num_tokens, "the GPU has less than 40 GiB")
         return replace(schedule, max_num_batched_tokens=num_tokens)

@@ -79,7 +79,7 @@ def tower_weights(config: Mapping[str, Any]) -> dict[str, int]:
 def working_bytes(spec: ModelSpec, itemsize: int, *, num_tokens: int, num_seqs: int, is_widened: bool = False) -> int:
     """Estimate the peak memory of activations in a step of `num_tokens`: the widest layer, PLE, and the logits.
 
-    If `is_widened`, weights are quantised, and the step also makes a wider copy of the largest matrix.
+    `is_widened` means that the weights are quantised and a step unpacks them. Then the largest unpacked matrix counts too.
     """
     hidden, widest = spec.hidden_size, max(layer.mlp_width for layer in spec.layers)
     queries = max(layer.num_heads * layer.head_dim for layer in spec.layers)

@@ -11,7 +11,7 @@ from culet.scheduler.tenants import FairQueue, StepPrompts, rank, share_tokens
 
 MIN_STEP = 256  # tokens that a step may have however slow it is, because smaller chunks waste the reading of weights
 CPU_MIN_STEP = 16  # the same on a CPU, where a token takes about as long in any larger chunk
-FIRST_STEP = 4  # the first chunks beside running answers are this many times the minimum, before any step was measured
+FIRST_FACTOR = 4  # before any step is measured, chunks beside running answers have this many times the minimum
 LONG_STEP = 16  # tokens of a step that short prompts need not wait for
 NEW_GRAMMAR_TOKENS = 4  # a row with a new grammar takes as long as this many tokens, because its masks are slow
 MAX_SHORT = 16  # waiting sequences among which short prompts are looked for
@@ -31,7 +31,7 @@ class StepBudget:
         self.max_tokens = max_tokens
         self._max_step_s = max_step_s
         self._min_tokens = min(min_tokens, max_tokens)
-        self._num_tokens = float(min(FIRST_STEP * min_tokens, max_tokens))
+        self._num_tokens = float(min(FIRST_FACTOR * min_tokens, max_tokens))
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step. Those with few tokens say nothing about chunks."""
@@ -46,8 +46,8 @@ class StepBudget:
     ) -> int:
         """Return how many tokens the next step may have. `waiting` is the next sequence that may start.
 
-        If `is_brisk`, short prompts are expected, which must not wait long for chunks, even if no answer is running. If several
-        tenants share the step, a prompt does not shrink for the sake of another tenant's answers.
+        `is_brisk` means that more short prompts are expected. They must not wait long for chunks, even if no answer is running.
+        `is_shared` means that several tenants share the step. Then no prompt gets smaller chunks because of others' answers.
         """
         num_decoding, first = 0, waiting
         for seq in running:

@@ -167,21 +167,24 @@ def num_wanted(seq: Sequence, max_drafts: int, policy: DraftLengths | None, num_
     return max(0, min(count, seq.num_left - 2))  # the token drawn now and the one after the last draft need no proposal
 
 
-def drafts_to_continue(running: Iterable[Sequence], budget: int, *, is_open: bool) -> list[int] | None:
+def drafts_to_continue(running: Iterable[Sequence], budget: int, max_changing: int, *, is_open: bool) -> list[int] | None:
     """Return how many drafts each of `running` verifies with its next token.
 
-    Return None if one of them cannot continue or is still in its prompt. `is_open` means that drafts of their last rows are in
-    flight.
+    Return None if one of them cannot continue or is still in its prompt, or if more than `max_changing` of them need other
+    pages. `is_open` means that drafts of their last rows are in flight.
     """
     counts = []
+    num_changing = 0
     for seq in running:
         if seq.prefill_end > seq.num_computed or seq.num_uncomputed != 1:
             return None
         if not (seq.is_plain and seq.num_left > 0 if is_open else seq.is_ready):
             return None
         counts.append(seq.num_useful_drafts if seq.num_proposed else 0)
+        num_changing += not seq.pages_unchanged(1 + counts[-1])
     num_drafts = sum(counts)
-    return counts if len(counts) + num_drafts <= budget and (num_drafts or not is_open) else None
+    fits = len(counts) + num_drafts <= budget and num_changing <= max_changing
+    return counts if fits and (num_drafts or not is_open) else None
 
 
 def continue_in_pages(seq: Sequence, num_drafts: int, num_wanted: int) -> PlannedRow:

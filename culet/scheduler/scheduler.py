@@ -67,7 +67,9 @@ class Scheduler:
         every token makes a step longer. Without `features`, their account, the runner has no towers.
         """
         self.layout, self.max_model_len = layout, max_model_len
-        self.max_drafts, self.policy, self.plans_open, self.features = max_drafts, policy, plans_open, features
+        self.max_drafts, self.policy = max_drafts, policy
+        self.plans_open = plans_open
+        self.features = features
         self.budget = config.max_num_batched_tokens
         self.step_budget = StepBudget(self.budget, config.max_step_ms / 1e3, CPU_MIN_STEP if on_cpu else MIN_STEP)
         self._short_first = ShortFirst(is_on=on_cpu)
@@ -175,9 +177,9 @@ class Scheduler:
         return bool(self._alive or self._in_flight)
 
     def stats(self) -> SchedulerStats:
-        allocator, lens = self.page_allocator, (len(self._running), len(self._waiting) + len(self._held))
+        queue_lens = len(self._running), len(self._waiting) + len(self._held)
         pages = held_pages(self._running, self.layout)
-        return take_snapshot(lens, allocator.arena, allocator.prefix, pages, self.features, self.counters)
+        return take_snapshot(queue_lens, self.page_allocator, pages, self.features, self.counters)
 
     # A step is planned
 
@@ -227,11 +229,8 @@ class Scheduler:
         is_full = not self._waiting or len(self._running) == self._max_running
         if not (is_full and self._running) or (is_open and not self.plans_open):
             return None
-        counts = drafts_to_continue(self._running, self.budget, is_open=is_open)
-        if counts is None:
-            return None
-        num_changing = sum([not seq.pages_unchanged(1 + count) for seq, count in zip(self._running, counts, strict=True)])
-        return counts if not num_changing or num_changing * self._max_fresh <= self.page_allocator.available else None
+        max_changing = self.page_allocator.available // self._max_fresh
+        return drafts_to_continue(self._running, self.budget, max_changing, is_open=is_open)
 
     def _continue(self, seq: Sequence, num_drafts: int) -> PlannedRow:
         """Plan the row of a sequence that continues with this many drafts."""

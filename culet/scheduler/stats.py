@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from culet.cache.arena import Arena
-from culet.cache.prefix import PrefixCache
 from culet.scheduler.media.features import FeatureLedger
+from culet.scheduler.page_allocator import PageAllocator
 from culet.types import FinishReason
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of the histogram of step sizes
@@ -120,13 +119,13 @@ class SchedulerStats:
 
 def take_snapshot(
     queue_lens: tuple[int, int],
-    arena: Arena,
-    prefix: PrefixCache | None,
+    allocator: PageAllocator,
     held_pages: Mapping[str, int],
     features: FeatureLedger | None,
     counters: Counters,
 ) -> SchedulerStats:
     """Return the state of a scheduler with this many running and waiting sequences."""
+    arena, prefix = allocator.arena, allocator.prefix
     return SchedulerStats(
         num_running=queue_lens[0],
         num_waiting=queue_lens[1],

@@ -73,7 +73,7 @@ def _lark_of(source: str) -> str:
 
 
 def _character(escape: re.Match[str]) -> str:
-    """Return the character of a `\\u` or `\\U` escape, which the translation of GBNF does not know. Keep other escapes."""
+    """Decode a `\\u` or `\\U` escape, because the GBNF translator does not support them. Leave other escapes as they are."""
     digits = escape[1] or escape[2]
     if digits is None or int(digits, 16) > sys.maxunicode:
         return escape[0]

@@ -67,7 +67,7 @@ def form_of(
 ) -> GrammarSpec | None:
     """Return the form that a request asks for, or None. Raise if it asks for several.
 
-    `own` is the form in a field that only the request's own API has.
+    `own` is a form given in a field that exists only in this API.
     """
     given = {name: getattr(aliases, name) for name in FormAliases.__struct_fields__}
     given = {name: value for name, value in given.items() if _is_given(value)}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from culet.errors import BadRequest, CuletError, QueueFull
 from culet.log import logger
@@ -20,6 +21,14 @@ from culet.types import GrammarSpec, Request
 NEW_S = 2.0  # time for which a request with a new grammar counts as such. Its first masks are the slow ones.
 
 
+class _Begun(NamedTuple):
+    """A request whose grammar was compiled for it."""
+
+    tenant: str
+    num_samples: int
+    at: float
+
+
 class GrammarQueue:
     """Compiles the grammars of requests while the engine keeps running.
 
@@ -27,7 +36,7 @@ class GrammarQueue:
     with new grammars may also be limited, so that a client who sends many of them has a bounded share of each step.
     """
 
-    def __init__(self, compiler: GrammarCompiler, tokenizer: Tokenizer, *, max_new: int | None = None) -> None:
+    def __init__(self, compiler: GrammarCompiler, tokenizer: Tokenizer, *, max_new: float = math.inf) -> None:
         """Compile nothing yet.
 
         At most `max_new` samples of each tenant begin within `NEW_S` with a grammar that was compiled for them.
@@ -39,7 +48,7 @@ class GrammarQueue:
         self._has_room = True  # otherwise the first that waits has not got the room that it needs
         self._compiling: dict[str, Future[Any]] = {}  # by request id
         self._held: dict[str, str] = {}  # request id -> key of its grammar
-        self._new: dict[str, tuple[Request, float]] = {}  # by id, requests whose grammars were compiled for them, and when
+        self._new: dict[str, _Begun] = {}  # by request id
 
     def prepare(self) -> None:
         """Prepare now, so that the first grammar does not wait."""
@@ -72,14 +81,14 @@ class GrammarQueue:
         """Start to compile a request's grammar, unless it must wait. A known grammar waits only for room."""
         spec, request_id = request.grammar, request.request_id
         assert spec is not None
-        is_new = self._max_new is not None and not self._compiler.knows(spec)
-        if is_new and self._num_new(request.tenant) >= (self._max_new or 0):
+        is_new = not self._compiler.knows(spec)
+        if is_new and self._num_new(request.tenant) >= self._max_new:
             return False
         self._has_room = self._compiler.hold(spec)
         if not self._has_room:
             return False
         if is_new:
-            self._new[request_id] = request, time.monotonic()
+            self._new[request_id] = _Begun(request.tenant, request.n, time.monotonic())
         self._held[request_id] = spec.key
         self._compiling[request_id] = self._compiler.submit(spec)
         return True
@@ -90,10 +99,10 @@ class GrammarQueue:
 
     def _num_new(self, tenant: str) -> int:
         """Return how many samples of a tenant have new grammars."""
-        return sum(request.n for request, _ in self._new.values() if request.tenant == tenant)
+        return sum(begun.num_samples for begun in self._new.values() if begun.tenant == tenant)
 
     def _begin_waiting(self, is_alive: Callable[[str], bool]) -> None:
-        """Start to compile the grammars of waiting requests, in order for each tenant."""
+        """Start compiling the grammars of waiting requests. Each tenant's requests begin in order of arrival."""
         self._has_room = True
         for tenant, waiting in list(self._waiting.items()):
             requests = self._waiting[tenant] = deque(request for request in waiting if is_alive(request.request_id))
@@ -110,8 +119,8 @@ class GrammarQueue:
         for request_id in [request_id for request_id in self._held if not is_alive(request_id)]:
             self._compiler.let_go(self._held.pop(request_id))
             self._new.pop(request_id, None)
-        begun = time.monotonic() - NEW_S
-        self._new = {request_id: new for request_id, new in self._new.items() if new[1] > begun}
+        earliest = time.monotonic() - NEW_S
+        self._new = {request_id: begun for request_id, begun in self._new.items() if begun.at > earliest}
 
     def done(self, is_alive: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
         """Yield (request id, error or "") for each grammar whose compilation has ended since the last call.

@@ -227,7 +227,7 @@ class ChatReader:
             self._add_text(text, malformed=True)
 
     def _add_spoken(self, text: str) -> None:
-        """Add text of the answer. White space after a mark counts only if more follows."""
+        """Add text of the answer. Drop white space after a mark unless more text follows."""
         if self._is_blank:
             if text.isspace():
                 self._space.append(text)
@@ -342,28 +342,24 @@ class ChatReader:
     def _read_in_call(self, token_id: int, mark: _Mark | None) -> None:
         """Read a special token inside a call. It may be the end of the call, a quote, or part of a string."""
         name = self._name(token_id)
-        if self._is_unmarked:
-            if mark is _Mark.QUOTE:
-                self._advance_unmarked(self._call.push_quote())
-            elif self._call.in_quotes:
-                self._advance_unmarked(self._call.push_text(name))
-            else:
-                self._give_up_unmarked()
-            return
+        ends_call = mark is _Mark.CLOSE_CALL and not self._is_unmarked
         if self._state is _State.BROKEN:
             self._add_text(name, malformed=True)
-        elif mark is _Mark.CLOSE_CALL:
-            self._raw_call.append(name)
-            self._end_call()
         else:
-            self._raw_call.append(name)
-            if mark is _Mark.QUOTE:
-                self._advance_call(self._call.push_quote())
+            if not self._is_unmarked:
+                self._raw_call.append(name)
+            advance = self._advance_unmarked if self._is_unmarked else self._advance_call
+            if ends_call:
+                self._end_call()
+            elif mark is _Mark.QUOTE:
+                advance(self._call.push_quote())
             elif self._call.in_quotes:
-                self._advance_call(self._call.push_text(name))
+                advance(self._call.push_text(name))
+            elif self._is_unmarked:
+                self._give_up_unmarked()
             else:
                 self._break_call()
-        if mark is _Mark.CLOSE_CALL:
+        if ends_call:
             self._move(self._enter_text)
 
     def _advance_call(self, arguments_json: str) -> None:
@@ -378,7 +374,7 @@ class ChatReader:
             self._emit(part)
 
     def _end_call(self) -> None:
-        """Report the call if it is complete, or if parts of it were reported. Drop the head of a held call that was cut."""
+        """Report the call if it is complete or partly reported already. If a call was cut before its arguments, drop it."""
         if self._call.is_complete or self._call_id:
             self._report_call(is_complete=self._call.is_complete)
         elif self._calls_hold and self._call.fault is None:

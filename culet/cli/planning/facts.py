@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from culet import hardware
 from culet.attention.plan import AttentionPlan, plan_attention
 from culet.cache.spec import CacheLayout, plan_cache, share_among, stored_as
 from culet.cli.planning.ranks import STEP_TOKENS, Exchange, Share, cache_share, weight_shares
@@ -315,12 +314,10 @@ def fit_of(facts: Facts, text_only: bool, latent: bool) -> dict[str, Any]:
     """Return what fits into memory, with or without the towers that the settings want, and with or without the latent."""
     schedule, itemsize = facts.config.schedule, _ITEMSIZES[facts.dtype]
     weight_bytes = sum(share.rank_bytes for share in shares_of(facts, text_only=text_only))
-    is_given = "max_num_batched_tokens" in facts.config.given
-    num_tokens = hardware.tokens_per_step(schedule.max_num_batched_tokens, facts.gpu.memory_bytes, is_given=is_given)
     working = working_bytes(
         facts.spec,
         itemsize,
-        num_tokens=min(num_tokens, facts.max_model_len * schedule.max_num_seqs),
+        num_tokens=min(facts.config.tokens_per_step(facts.gpu.memory_bytes), facts.max_model_len * schedule.max_num_seqs),
         num_seqs=schedule.max_num_seqs,
         is_widened=facts.precision not in (facts.dtype, "fp8"),
     )

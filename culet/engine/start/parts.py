@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -91,13 +92,13 @@ def build_parts(config: Config, *, progress: bool = True, make_worker: MakeWorke
     )
 
 
-def _max_new_grammars(setup: Setup) -> int | None:
-    """Return how many requests of a tenant may run with new grammars, or None for all.
+def _max_new_grammars(setup: Setup) -> float:
+    """Return how many samples of a tenant may begin within `NEW_S` with new grammars.
 
     On a CPU, a step takes longer the more rows it has, and a row with a new grammar has slow masks as well. If nobody waits for
     tokens, as in LLM, there is no limit.
     """
-    return None if setup.is_gpu or not setup.config.schedule.max_step_ms else CPU_MAX_NEW_GRAMMARS
+    return math.inf if setup.is_gpu or not setup.config.schedule.max_step_ms else CPU_MAX_NEW_GRAMMARS
 
 
 def _make_media(setup: Setup) -> MediaReader:

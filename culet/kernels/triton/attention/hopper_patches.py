@@ -282,9 +282,9 @@ def _describe(matrix: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescri
 def describe_patch_attention(
     q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, out_TNH: Tensor, begin: int, length: int, num_images: int
 ) -> tuple[Launch, Launch]:
-    """Return the launches for `num_images` images of `length` patches each: all tiles, and those to compute again.
+    """Return the two launches for `num_images` images of `length` patches each, the first of which begins at row `begin`.
 
-    The first image begins at row `begin`.
+    The first launch computes all tiles. The second one recomputes those whose sums left their bounds.
     """
     _, num_heads, head_dim = q_TNH.shape
     num_tiles = cdiv(length, 2 * ROWS)
