@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -16,6 +17,7 @@ from triton import knobs
 
 from culet.hardware import SHARED_BYTES
 from culet.kernels.cross_compile import compile_for
+from culet.kernels.triton.linear.hopper_products import describe_gated_product
 from culet.kernels.triton.linear.hopper_stream import blocks_of
 from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP
 from tests.kernels.linear_cases import Case, all_cases, class_cases
@@ -75,3 +77,15 @@ def test_kernels_fit_and_spill_nothing(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", [case for case in all_cases() if case not in some_cases()], ids=str)
 def test_every_kernel_fits_and_spills_nothing(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
+
+
+def test_gated_product_fits_hopper(tmp_path: Path) -> None:
+    x, weight, out = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((2520, 1152), (8608, 1152), (2520, 4304))
+    )
+    compiled = compile_for(describe_gated_product(x, weight, out), 90)
+    assert compiled.metadata.shared <= SHARED_BYTES[90]
+    used = resources(compiled.asm["cubin"], tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0, "registers are spilled"
+    # Two products are in flight while the copies of an earlier step are released. One at a time would halve the speed.
+    assert compiled.asm["ptx"].count("wgmma.wait_group.sync.aligned 2") == 2

@@ -15,8 +15,10 @@ pytest.importorskip("triton")
 from culet.hardware import SHARED_BYTES
 from culet.kernels.beside_steps import beside_steps
 from culet.kernels.replay import is_replayed, replayed
+from culet.kernels.triton import device
 from culet.kernels.triton.launch import cdiv
 from culet.kernels.triton.linear import few_tokens
+from culet.kernels.triton.linear.hopper_products import MIN_USED, used_area
 from culet.kernels.triton.linear.hopper_stream import blocks_of
 from culet.kernels.triton.linear.tiles import (
     GATED,
@@ -119,14 +121,14 @@ def test_other_tiles_are_refused(shape: Shape, num_tokens: int, tile: Tile, mess
 # --- where it is used ---
 
 
-def tensor(num_rows: int, size: int, device: torch.device = HOPPER, **other: Any) -> torch.Tensor:
+def tensor(num_rows: int, size: int, where: torch.device = HOPPER, **other: Any) -> torch.Tensor:
     """A stand-in for a matrix on a GPU, as `_tile_for` sees it."""
     facts = {"dtype": torch.bfloat16, "stride": (size, 1), "address": 1 << 20} | other
     found = SimpleNamespace(
         shape=(num_rows, size),
-        device=device,
+        device=where,
         dtype=facts["dtype"],
-        is_cuda=device.type == "cuda",
+        is_cuda=where.type == "cuda",
         dim=lambda: 2,
         stride=lambda place: facts["stride"][place],
         data_ptr=lambda: facts["address"],
@@ -137,7 +139,7 @@ def tensor(num_rows: int, size: int, device: torch.device = HOPPER, **other: Any
 
 @pytest.fixture(autouse=True)
 def one_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_tokens, "is_hopper", lambda device: device == HOPPER)
+    monkeypatch.setattr(device, "is_hopper", lambda where: where == HOPPER)
 
 
 def kernel_of(x: torch.Tensor, weight: torch.Tensor) -> str:
@@ -179,6 +181,24 @@ def test_not_used_for_tokens_that_the_copy_engine_cannot_read(x: dict[str, Any])
 def test_not_used_for_weights_that_it_cannot_read(weight: dict[str, Any]) -> None:
     with replayed():
         assert kernel_of(tensor(8, 2560), tensor(3072, 2560, **weight)) != "stream"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_outputs", "is_faster"),
+    [
+        (20160, 4304, True),
+        (2520, 4304, True),
+        (8000, 21504, True),
+        (1000, 21504, True),
+        (1000, 10240, True),
+        (1000, 2112, False),  # a second round of four tiles
+        (300, 21504, False),
+        (300, 10240, False),
+        (130, 10240, False),
+    ],
+)
+def test_gated_products_are_chosen_where_they_were_faster(num_tokens: int, num_outputs: int, is_faster: bool) -> None:
+    assert (used_area(num_tokens, num_outputs, 132) >= MIN_USED) == is_faster
 
 
 def test_replayed_steps_nest_and_end() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from culet import hardware
 
@@ -25,6 +26,14 @@ def device_facts(device: torch.device) -> tuple[int, int]:
 def is_hopper(device: torch.device) -> bool:
     """Return whether `device` is a Hopper GPU. Only Hopper GPUs run the Gluon kernels."""
     return device.type == "cuda" and hardware.is_hopper(hardware.capability_of(device))
+
+
+def can_bulk_copy(x_MK: Tensor, weight_NK: Tensor) -> bool:
+    """Return whether the bulk copy engine can fetch tokens and weights. Both are bfloat16, or a product cannot use them."""
+    if not x_MK.is_cuda or not is_hopper(x_MK.device) or not x_MK.dtype == weight_NK.dtype == torch.bfloat16:
+        return False
+    matrices = x_MK, weight_NK
+    return all(x.stride(1) == 1 and not x.stride(0) % 8 and not x.data_ptr() % 16 for x in matrices)
 
 
 @cache

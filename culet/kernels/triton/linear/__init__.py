@@ -1,1 +1,1 @@
-"""Linear layers for few tokens."""
+"""Linear layers: kernels for few tokens, and those for many that do more than cuBLAS."""

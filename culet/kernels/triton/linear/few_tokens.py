@@ -27,9 +27,10 @@ from culet.kernels.beside_steps import is_beside_steps
 from culet.kernels.cublaslt import product
 from culet.kernels.replay import is_replayed
 from culet.kernels.triton.dependent_launch import enter, options
-from culet.kernels.triton.device import is_hopper, shared_bytes, stages_that_fit, uses_pdl
+from culet.kernels.triton.device import can_bulk_copy, shared_bytes, stages_that_fit, uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_prepared
 from culet.kernels.triton.linear.epilogue import finish, store_sums
+from culet.kernels.triton.linear.hopper_products import gated_product
 from culet.kernels.triton.linear.hopper_stream import describe_stream
 from culet.kernels.triton.linear.tiles import (
     GATED,
@@ -300,30 +301,21 @@ def _tile_for(x_MK: Tensor, weight_NK: Tensor, num_rows: int, epilogue: int) -> 
     if x_MK.is_cuda and x_MK.dtype != torch.bfloat16:
         return None  # Tensor cores would round float32 to tf32.
     shape = x_MK.shape[0], num_rows, x_MK.shape[1], epilogue
-    tile = choose_stream(*shape) if is_replayed() and _can_stream(x_MK, weight_NK) else None
+    tile = choose_stream(*shape) if is_replayed() and can_bulk_copy(x_MK, weight_NK) else None
     tile = tile or choose_tile(*shape)
     return None if tile.kernel == "cublas" else tile
-
-
-def _can_stream(x_MK: Tensor, weight_NK: Tensor) -> bool:
-    """Return whether `hopper_stream` can read both tensors.
-
-    They must be bfloat16 tensors on Hopper, with rows that the bulk copy engine supports.
-    """
-    if not x_MK.is_cuda or not is_hopper(x_MK.device) or x_MK.stride(1) != 1 or weight_NK.dtype != x_MK.dtype:
-        return False
-    return not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16 or weight_NK.data_ptr() % 16)
 
 
 def linear(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
     """Return x @ weight^T, [M, N]."""
     tile = _tile_for(x_MK, weight_NK, weight_NK.shape[0], PLAIN)
     if tile is None:
-        return _by_cublas(x_MK, weight_NK)
+        return by_cublas(x_MK, weight_NK)
     return _run(x_MK, weight_NK, x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0]), tile, PLAIN)
 
 
-def _by_cublas(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+def by_cublas(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """Return x @ weight^T with a kernel of cuBLAS."""
     y_MN = product(x_MK, weight_NK)
     return F.linear(x_MK, weight_NK) if y_MN is None else y_MN
 
@@ -344,9 +336,10 @@ def gated_linear(x_MK: Tensor, gate_up_NK: Tensor) -> Tensor:
     """Return gelu_tanh(x @ gate^T) * (x @ up^T), [M, F]. The weight's rows are gate, then up."""
     num_rows = gate_up_NK.shape[0] // 2
     tile = _tile_for(x_MK, gate_up_NK, num_rows, GATED)
-    if tile is None:
-        return gelu_mul(_by_cublas(x_MK, gate_up_NK))
-    return _run(x_MK, gate_up_NK, x_MK.new_empty(x_MK.shape[0], num_rows), tile, GATED)
+    if tile is not None:
+        return _run(x_MK, gate_up_NK, x_MK.new_empty(x_MK.shape[0], num_rows), tile, GATED)
+    y_MF = gated_product(x_MK, gate_up_NK)
+    return gelu_mul(by_cublas(x_MK, gate_up_NK)) if y_MF is None else y_MF
 
 
 def linear_gelu_times(x_MK: Tensor, weight_NK: Tensor, factor_MN: Tensor) -> Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from culet import hardware
-from culet.kernels.cublaslt import product as chosen_product
 from culet.kernels.replay import is_replayed
 from culet.kernels.triton.device import is_hopper, uses_pdl
+from culet.kernels.triton.linear.few_tokens import by_cublas
+from culet.kernels.triton.linear.hopper_products import gated_product
 from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP, Tile
 from culet.kernels.triton.norms.pointwise import gelu_gate, gelu_mul, softcap
 from culet.kernels.triton.quantised.few_tokens import describe
@@ -59,9 +59,7 @@ def _many_tokens(x_MK: Tensor, matrix: PackedMatrix) -> Tensor:
         except RuntimeError as error:
             _has_scaled_product = False
             logger.warning("fp8 weights are multiplied in bfloat16 from now on, because torch._scaled_mm failed: %s", error)
-    weight_NK = dequantise(matrix, x_MK.dtype)
-    y_MN = chosen_product(x_MK, weight_NK)
-    return F.linear(x_MK, weight_NK) if y_MN is None else y_MN
+    return by_cublas(x_MK, dequantise(matrix, x_MK.dtype))
 
 
 def scaled_product(x_MK: Tensor, scale_M1: Tensor, weight_NK: Tensor, scale_N1: Tensor) -> Tensor:
@@ -107,12 +105,17 @@ def gated_linear(x_MK: Tensor, weight: QuantisedWeight) -> Tensor:
     tile = _choose(x_MK, matrix, Product(x_MK.shape[0], num_rows, GATED))
     if tile is not None:
         return _run(x_MK, matrix, x_MK.new_empty(x_MK.shape[0], num_rows), tile, GATED)
-    is_rounded = rounds_tokens(x_MK.shape[0], matrix, x_MK.device)
-    if num_rows <= NARROW and x_MK.is_cuda and x_MK.dtype == torch.bfloat16 and not is_rounded:
+    if rounds_tokens(x_MK.shape[0], matrix, x_MK.device):
+        return gelu_mul(_many_tokens(x_MK, matrix))
+    weight_NK = dequantise(matrix, x_MK.dtype)
+    y_MF = gated_product(x_MK, weight_NK)
+    if y_MF is not None:
+        return y_MF
+    if num_rows <= NARROW and x_MK.is_cuda and x_MK.dtype == torch.bfloat16:
         # If gate and up are rounded before their product, some rows of a narrow layer are off by 5e-3. In wide layers, the
         # errors average out.
-        return gelu_mul(torch.mm(x_MK, dequantise(matrix, x_MK.dtype).t(), out_dtype=torch.float32)).to(x_MK.dtype)
-    return gelu_mul(_many_tokens(x_MK, matrix))
+        return gelu_mul(torch.mm(x_MK, weight_NK.t(), out_dtype=torch.float32)).to(x_MK.dtype)
+    return gelu_mul(by_cublas(x_MK, weight_NK))
 
 
 def linear_gelu_times(x_MK: Tensor, weight: QuantisedWeight, factor_MN: Tensor) -> Tensor:
