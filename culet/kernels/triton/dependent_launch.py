@@ -8,11 +8,15 @@ anywhere in between.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# A trial: norms let the next kernel start before they wait themselves. Set CULET_EARLY_NORMS=1 to try it.
+EARLY_NORMS = tl.constexpr(os.environ.get("CULET_EARLY_NORMS") == "1")
 
 
 def options(num_warps: int, pdl: bool) -> dict[str, Any]:
@@ -26,3 +30,19 @@ def enter(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def enter_norm(PDL: tl.constexpr):
+    """Do the same in a norm. With EARLY_NORMS, the next kernel may start at once, even before the previous one has finished.
+
+    It then fetches weights while the previous linear layer ends. A kernel that follows a norm must therefore read nothing but
+    constants before its own wait. That wait still covers all earlier kernels, because the norm waits for them too.
+    """
+    if PDL:
+        if EARLY_NORMS:
+            gdc_launch_dependents()
+            gdc_wait()
+        else:
+            gdc_wait()
+            gdc_launch_dependents()
