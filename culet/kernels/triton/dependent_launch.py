@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# A trial: norms let the next kernel start before they wait themselves. Set CULET_EARLY_NORMS=1 to try it.
-EARLY_NORMS = tl.constexpr(os.environ.get("CULET_EARLY_NORMS") == "1")
+# A trial: some kernels let the next one start before they wait themselves. Set CULET_EARLY_START=1 to try it.
+EARLY_START = tl.constexpr(os.environ.get("CULET_EARLY_START") == "1")
 
 
 def options(num_warps: int, pdl: bool) -> dict[str, Any]:
@@ -33,14 +33,15 @@ def enter(PDL: tl.constexpr):
 
 
 @triton.jit
-def enter_norm(PDL: tl.constexpr):
-    """Do the same in a norm. With EARLY_NORMS, the next kernel may start at once, even before the previous one has finished.
+def enter_early(PDL: tl.constexpr):
+    """Do the same. With EARLY_START, the next kernel may start at once, even before the previous one has finished.
 
-    It then fetches weights while the previous linear layer ends. A kernel that follows a norm must therefore read nothing but
-    constants before its own wait. That wait still covers all earlier kernels, because the norm waits for them too.
+    A linear layer then fetches its first weights while the kernels before it end. Only kernels that linear layers follow call
+    this: norms, and the join of attention. What follows them must read nothing but constants before its own wait. That wait
+    still covers all earlier kernels, because this kernel waits for them too.
     """
     if PDL:
-        if EARLY_NORMS:
+        if EARLY_START:
             gdc_launch_dependents()
             gdc_wait()
         else:
