@@ -19,11 +19,12 @@ from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.linear.tiles import GATED, PLAIN
 from culet.kernels.triton.quantised import experts, few_tokens, prefill
 from culet.kernels.triton.quantised.packed import PackedMatrix
-from culet.kernels.triton.quantised.tiles import Product, choose_stream, choose_tile, choose_warps
+from culet.kernels.triton.quantised.tiles import Product, choose_bits, choose_stream, choose_tile, choose_warps
 from culet.kernels.types import Fp8Weight, Int4Weight, Int8Weight, Nvfp4Weight
 from tests.kernels.test_linear_aot import resources
 
-CHOICES = {"tiles": choose_tile, "warps": choose_warps, "stream": choose_stream}
+CHOICES = {"tiles": choose_tile, "warps": choose_warps, "stream": choose_stream, "bits": choose_bits}
+HOPPER_KERNELS = ("stream", "bits")
 MAX_SPILLED_BYTES = 256  # per thread
 FORMATS = ("int4", "int8", "fp8", "fp8-block", "nvfp4")
 # The kernel, tokens, outputs, inputs and epilogue. They are those of the 31B and the 26B.
@@ -32,6 +33,9 @@ LINEAR = (
     ("stream", 8, 21504, 5376, GATED),
     ("stream", 32, 16384, 5376, PLAIN),
     ("stream", 32, 21504, 5376, GATED),
+    ("bits", 1, 5376, 21504, PLAIN),
+    ("bits", 8, 21504, 5376, GATED),
+    ("bits", 16, 16384, 5376, PLAIN),
     ("warps", 1, 5376, 8192, PLAIN),
     ("warps", 16, 21504, 5376, GATED),
     ("warps", 4, 2816, 2112, PLAIN),
@@ -39,6 +43,7 @@ LINEAR = (
     ("tiles", 64, 21504, 5376, GATED),
     ("tiles", 256, 16384, 5376, PLAIN),
 )
+MAIN = [case for case in LINEAR if case[:2] in (("stream", 8), ("bits", 8), ("warps", 1), ("tiles", 64))]
 
 
 def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -90,7 +95,7 @@ def check(launch: Launch, capability: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["int4", "fp8"])
-@pytest.mark.parametrize("case", [LINEAR[1], LINEAR[4], LINEAR[8]], ids=str)
+@pytest.mark.parametrize("case", MAIN, ids=str)
 def test_main_formats_on_hopper(case: tuple[str, int, int, int, int], name: str, tmp_path: Path) -> None:
     launch = linear_of(case, name, HOPPER)
     assert launch is not None
@@ -101,7 +106,7 @@ def test_main_formats_on_hopper(case: tuple[str, int, int, int, int], name: str,
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_on_every_architecture(name: str, capability: int, tmp_path: Path) -> None:
-    launches = [linear_of(case, name, capability) for case in LINEAR if case[0] != "stream" or capability == HOPPER]
+    launches = [linear_of(case, name, capability) for case in LINEAR if case[0] not in HOPPER_KERNELS or capability == HOPPER]
     matrix = matrix_of(name, 16384, 5376)
     launches.append(prefill.describe_dequantise(matrix, meta(16384, 5376), has_dependent_launch(capability)))
     for num_tokens in (2, 8, 1000, 8192) if name != "fp8-block" else ():

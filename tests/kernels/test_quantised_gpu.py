@@ -24,7 +24,7 @@ from culet.kernels.triton.linear.tiles import GATED, PLAIN, SOFTCAP
 from culet.kernels.triton.quantised import experts, linear, prefill
 from culet.kernels.triton.quantised.few_tokens import describe
 from culet.kernels.triton.quantised.packed import PackedMatrix
-from culet.kernels.triton.quantised.tiles import Product, choose_stream, choose_tile, choose_warps
+from culet.kernels.triton.quantised.tiles import Product, choose_bits, choose_stream, choose_tile, choose_warps
 from culet.kernels.types import QuantisedWeight
 from tests.kernels.linear_cases import Shape, shapes
 from tests.kernels.quantised_cases import FORMATS, draw, errors
@@ -84,11 +84,11 @@ def test_real_shapes(shape: Shape, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("kernel", [choose_stream, choose_warps, choose_tile])
+@pytest.mark.parametrize("kernel", [choose_stream, choose_bits, choose_warps, choose_tile])
 @pytest.mark.parametrize("epilogue", [PLAIN, GATED])
 def test_every_kernel_and_format(name: str, kernel: Any, epilogue: int) -> None:
     """Every count of tokens, with split inputs, twice. The last rows of outputs are cut off, except of blocks."""
-    if kernel is choose_stream and not hardware.is_hopper(hardware.capability_of()):
+    if kernel in (choose_stream, choose_bits) and not hardware.is_hopper(hardware.capability_of()):
         pytest.skip("needs a Hopper GPU")
     num_rows, size = (2048 if name == "fp8-block" else 2024), 2560
     weight = draw(name, num_rows * (2 if epilogue == GATED else 1), size, device=DEVICE, scale_dtype=torch.bfloat16)

@@ -22,6 +22,7 @@ from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 from culet.kernels.triton.linear.epilogue import store_sums
 from culet.kernels.triton.linear.few_tokens import MIN_COLUMNS, workspace
 from culet.kernels.triton.linear.tiles import GATED, MAX_ARRIVALS, MAX_PARTS, PLAIN, Tile
+from culet.kernels.triton.quantised.hopper_bits import describe_bits
 from culet.kernels.triton.quantised.hopper_stream import describe_stream
 from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.warps import describe_warps
@@ -90,7 +91,7 @@ def describe(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile, epilog
     softcap (SOFTCAP), pdl and shared (bytes).
     """
     if tile.kernel != "tiles":
-        describe_other = describe_stream if tile.kernel == "stream" else describe_warps
+        describe_other = {"stream": describe_stream, "bits": describe_bits, "warps": describe_warps}[tile.kernel]
         return describe_other(x_MK, matrix, out, tile, epilogue, workspace=workspace(x_MK.device), **extra)
     num_tokens, num_rows = x_MK.shape[0], out.shape[-1]
     factor, softcap, pdl = extra.get("factor"), float(extra.get("softcap") or 1.0), bool(extra.get("pdl", False))

@@ -301,7 +301,8 @@ def describe_stream(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile,
     parts, arrivals = extra["workspace"] if is_joined else (out, out)
     programs = cdiv(num_rows, tile.block_n)
     assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens do not fit into a tile"
-    assert tile.block_n % (16 * tile.num_warps) == 0, f"{tile} has too few rows for its warps"
+    is_bits = tile.kernel == "bits"  # the kernel of `hopper_bits`, whose warps have all rows
+    assert tile.block_n % (16 if is_bits else 16 * tile.num_warps) == 0, f"{tile} has too few rows for its warps"
     assert size_k % (tile.block_k * tile.split_k) == 0, f"{tile} does not divide {size_k} inputs"
     if is_joined:
         planes = tile.split_k * (2 if epilogue == GATED else 1)
@@ -311,7 +312,7 @@ def describe_stream(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile,
     scale_bytes = scales.element_size() * tile.block_k // matrix.group if has_groups else 0
     per_stage = weight_rows * (4 * tile.block_k // per_word + scale_bytes) + 2 * block_m * tile.block_k
     # The sums pass through shared memory on their way to the layout of the outputs.
-    left = SHARED_BYTES[HOPPER] - RESERVED - 4 * tile.block_n * block_m
+    left = SHARED_BYTES[HOPPER] - RESERVED - 4 * tile.block_n * block_m * (tile.num_warps if is_bits else 1)
     stages = min(tile.num_stages, size_k // tile.split_k // tile.block_k, left // per_stage)
     row_scale = matrix.global_scale if matrix.format == NVFP4 else matrix.scale
     arguments: dict[str, Any] = {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from culet.kernels.triton.launch import cdiv
 from culet.kernels.triton.linear.tiles import GATED, MAX_ARRIVALS, MAX_PARTS, PLAIN, Tile
 from culet.kernels.triton.quantised.packed import PackedMatrix
-from culet.kernels.triton.quantised.unpack import FP8, INT4, INT8, NVFP4
+from culet.kernels.triton.quantised.unpack import FORMATS, FP8, INT4, INT8, NVFP4
 from culet.kernels.types import FP8_BLOCK
 
 MAX_STREAM_TOKENS = 32
@@ -19,6 +20,10 @@ STREAM_BYTES = 30e6  # Smaller matrices of 4-bit weights are faster by `warps`.
 STREAM_GROUP = 32  # inputs per scale of int4. A row of a tile's scales must be 16 bytes.
 NUM_WARPS = {4: 1200, 8: 2400}  # that should run at once, by the bits of a weight
 MAX_SPLIT = 16
+
+MAX_BITS_TOKENS = 16
+# A trial: `hopper_bits` for these formats, such as CULET_QUANTISED_BITS=int4,fp8.
+_WITH_BITS = [FORMATS[name] for name in os.environ.get("CULET_QUANTISED_BITS", "").split(",") if name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,30 @@ class Product:
 
 
 def choose_stream(product: Product, matrix: PackedMatrix) -> Tile | None:
+    """Return the tile of a Hopper kernel, or None if there is none for the matrix or it is slower."""
+    found = choose_bits(product, matrix) if matrix.format in _WITH_BITS else None
+    return found or _choose_stream(product, matrix)
+
+
+def choose_bits(product: Product, matrix: PackedMatrix) -> Tile | None:
+    """Return the tile of `hopper_bits`, or None if that does not support the matrix."""
+    block_k = 128 if matrix.format == FP8 else 256
+    if product.num_tokens > MAX_BITS_TOKENS or matrix.num_columns % block_k or not can_be_bits(matrix):
+        return None
+    split = product.split(matrix.num_columns // block_k, cdiv(product.num_rows, 64), STREAM_PROGRAMS)
+    if product.epilogue == GATED:
+        return Tile("bits", 64, block_k, 4, 3, split)
+    return Tile("bits", 64, block_k, 4, 5 if matrix.format == FP8 else 4, split)
+
+
+def can_be_bits(matrix: PackedMatrix) -> bool:
+    """Return whether `hopper_bits` supports the matrix."""
+    if matrix.format == INT4:
+        return matrix.group == STREAM_GROUP and matrix.zero is None and matrix.scale.element_size() == 2
+    return matrix.format == FP8 and not matrix.has_blocks
+
+
+def _choose_stream(product: Product, matrix: PackedMatrix) -> Tile | None:
     """Return the tile of `hopper_stream`, or None if that does not support the matrix or is slower."""
     is_wide = matrix.format in (INT8, FP8)
     block_k = 128 if is_wide else 256
