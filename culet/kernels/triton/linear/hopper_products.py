@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from culet.kernels.beside_steps import is_beside_steps
 from culet.kernels.triton.device import can_bulk_copy, device_facts
 from culet.kernels.triton.launch import Launch, cdiv, is_only_warming
 
@@ -156,11 +155,8 @@ def _matrix(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _LAYOUT)
 
 
-def describe_gated_product(x_MK: Tensor, gate_up_NK: Tensor, out_MF: Tensor, *, max_tiles: int | None = None) -> Launch:
-    """Describe the launch for these tensors. The weight's rows are gate, then up.
-
-    A program computes at most `max_tiles` tiles. Without a limit, there is one program per multiprocessor.
-    """
+def describe_gated_product(x_MK: Tensor, gate_up_NK: Tensor, out_MF: Tensor) -> Launch:
+    """Describe the launch for these tensors. The weight's rows are gate, then up."""
     (num_tokens, size_k), num_outputs = x_MK.shape, out_MF.shape[1]
     arguments: dict[str, Any] = {
         "X": _matrix(x_MK, 2 * ROWS, DEPTH),
@@ -177,7 +173,7 @@ def describe_gated_product(x_MK: Tensor, gate_up_NK: Tensor, out_MF: Tensor, *, 
         "BAND": BAND,
     }
     num_tiles = arguments["num_token_tiles"] * arguments["num_output_tiles"]
-    num_programs = min(num_tiles, device_facts(x_MK.device)[1]) if max_tiles is None else cdiv(num_tiles, max_tiles)
+    num_programs = min(num_tiles, device_facts(x_MK.device)[1])
     return Launch(_gated_product_kernel, (num_programs,), arguments, {"num_warps": 4})
 
 
@@ -196,7 +192,5 @@ def gated_product(x_MK: Tensor, gate_up_NK: Tensor) -> Tensor | None:
     if not is_only_warming() and used_area(num_tokens, num_outputs, device_facts(x_MK.device)[1]) < MIN_USED:
         return None
     out_MF = torch.empty(num_tokens, num_outputs, dtype=x_MK.dtype, device=x_MK.device)
-    import os
-    MT = int(os.environ.get("MT", "0")) or None
-    describe_gated_product(x_MK, gate_up_NK, out_MF, max_tiles=MT if is_beside_steps() else None).run()
+    describe_gated_product(x_MK, gate_up_NK, out_MF).run()
     return out_MF
