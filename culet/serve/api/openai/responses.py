@@ -18,7 +18,7 @@ from culet.errors import BadRequest, CuletError, UnsupportedError
 from culet.serve.answers.stored import StoredResponse
 from culet.serve.api.chat_request import PreparedChat, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
-from culet.serve.api.fields import check_single, sampling_params, thinking_of
+from culet.serve.api.fields import TemplateOptions, check_single, sampling_params, thinking_of
 from culet.serve.api.openai.responses_protocol import ReasoningOptions, ResponsesRequest, ResponsesToolName, messages_of
 from culet.serve.generation import Generation, Origin
 from culet.serve.http_errors import HttpError, reply_to
@@ -30,6 +30,17 @@ from culet.text.output_pieces import CallPart, Output, OutputPiece, ReasoningPie
 from culet.types import GrammarSpec
 
 ENDPOINT = "/v1/responses"
+# What `include` may name. Clients ask for encrypted thoughts by default, and thoughts are always in the answer. The others are
+# about tools of OpenAI's own servers, which no request can have.
+_INCLUDED = (
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
 
 
 class InputDetails(Struct):
@@ -148,9 +159,15 @@ def _keep(
 async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> PreparedChat:
     if body.background:
         raise UnsupportedError("background: not supported", hint="use stream instead")
+    for name in body.include or ():
+        if name not in _INCLUDED:
+            raise UnsupportedError(f"include: got {name!r}, which is not supported", hint="omit it")
     check_single(body)
+    options = body.chat_template_kwargs or TemplateOptions()
     asked = body.reasoning or ReasoningOptions()
-    thinking = thinking_of(service, effort=asked.effort or body.reasoning_effort, budget=asked.max_tokens)
+    is_on = asked.enabled if options.enable_thinking is None else options.enable_thinking
+    effort = asked.effort or body.reasoning_effort
+    thinking = thinking_of(service, effort=effort, budget=asked.max_tokens, is_on=is_on)
     max_tokens = body.max_output_tokens or body.max_tokens
     params = sampling_params(service, body, max_tokens=max_tokens, thinking_budget=thinking.budget, form=_form(body))
     choice = body.tool_choice
@@ -171,6 +188,7 @@ async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[
         unmarked_tool_calls=body.unmarked_tool_calls,
         single_call=body.parallel_tool_calls is False,
         enable_thinking=thinking.is_on,
+        options=options.variables(),
     )
 
 
@@ -205,7 +223,6 @@ def _new_answer(model: str, body: ResponsesRequest, *, is_stored: bool) -> Respo
         text={"format": {"type": "text"} if form is None else form},
         reasoning={"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
         metadata=body.metadata or {},
-        truncation=body.truncation or "disabled",
         previous_response_id=body.previous_response_id,
         store=is_stored,
     )

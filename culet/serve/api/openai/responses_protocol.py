@@ -13,12 +13,13 @@ from culet.serve.api.fields import (
     CountOrNone,
     Detail,
     Effort,
-    Refused,
     SamplingFields,
     Schema,
+    TemplateOptions,
     Text,
     ToolName,
 )
+from culet.serve.api.refused import Refused
 from culet.structured.forms import SchemaText
 
 Id = Annotated[str, Meta(max_length=256)]
@@ -96,7 +97,7 @@ class TextFormat(Struct):
 
 class TextOptions(Struct):
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Refused = UNSET
 
 
 class ReasoningOptions(Struct):
@@ -104,6 +105,8 @@ class ReasoningOptions(Struct):
 
     effort: Effort | None = None
     max_tokens: CountOrNone = None
+    enabled: bool | None = None
+    exclude: Refused = UNSET
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
@@ -118,6 +121,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     tools: Annotated[list[ResponsesTool], Meta(max_length=4096)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolName | None = None
     parallel_tool_calls: bool | None = True
+    chat_template_kwargs: TemplateOptions | None = None
+    include: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=64)] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     reasoning_effort: Effort | None = None
@@ -127,14 +132,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     metadata: (
         Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None
     ) = None
-    truncation: Literal["auto", "disabled"] | None = None
     user: Id | None = None
     conversation: Refused = UNSET
-    prompt: Refused = UNSET
-    logprobs: Refused = UNSET
-    top_logprobs: Refused = UNSET
-    continue_final_message: Refused = UNSET
-    thinking: Refused = UNSET
 
 
 def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
