@@ -130,7 +130,7 @@ class SamplingParams:
     """How to draw tokens. None means the model's default (`generation_config.json`)."""
 
     temperature: float | None = None  # 0 is greedy
-    top_p: float | None = None  # draw from the most likely tokens up to this total probability
+    top_p: float | None = None  # draw from the most likely tokens up to this total probability; 0 is greedy
     top_k: int | None = None  # draw from this many of the most likely tokens; 0 or -1 means all tokens
     min_p: float | None = None  # drop tokens below this fraction of the most likely token's probability
     max_tokens: int | None = None  # None means up to the end of the context
@@ -159,7 +159,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
         _check_number("temperature", self.temperature, 0.0, 100.0)
-        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)

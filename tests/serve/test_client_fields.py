@@ -231,6 +231,13 @@ def test_max_tokens_beyond_the_context(scripted: Callable[..., Running]) -> None
         assert server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 10**6}).status_code == 200
 
 
+def test_top_p_of_zero_is_greedy(tiny: Running) -> None:
+    """OpenAI's API accepts it."""
+    answers = [tiny.chat(messages=HELLO, max_tokens=12, **fields).json() for fields in ({"top_p": 0}, {"temperature": 0})]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert tiny.chat(messages=HELLO, top_p=-0.1).json()["error"]["param"] == "top_p"
+
+
 # Small endpoints
 
 

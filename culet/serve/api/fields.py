@@ -30,7 +30,7 @@ Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 CountOrNone = Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
-Share = Annotated[float, Meta(gt=0.0, le=1.0)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]

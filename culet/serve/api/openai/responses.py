@@ -108,16 +108,24 @@ async def responses(service: Service, request: Request) -> Response:
             service, [open_generation], writer.write, begin=writer.begin(), end=writer.end, write_error=writer.write_error
         )
     (generation,) = await run_all(request, [open_generation])
-    items = _Items()
     output = generation.samples[0].output()
+    return json_response(keep(_completed(answer, generation, _items_of(output, _is_cut(generation))), output))
+
+
+def _items_of(output: Output, is_cut: bool) -> _Items:
+    """Return the items of a whole answer. If it `is_cut`, the last one is incomplete, unless it is a complete call."""
+    items = _Items()
     if output.reasoning:
         items.begin("reasoning").text = output.reasoning
     if output.text:
         items.begin("message").text = output.text
+    if items.all and is_cut and not output.tool_calls:
+        items.all[-1].status = "incomplete"
     for call in output.tool_calls:
         item = items.begin("function_call")
         item.call_id, item.name, item.text = call.id, call.name, call.arguments_json
-    return json_response(keep(_completed(answer, generation, items), output))
+        item.status = "completed" if call.is_complete else "incomplete"
+    return items
 
 
 def _earlier(service: Service, body: ResponsesRequest, origin: Origin) -> list[Mapping[str, Any]]:
@@ -237,14 +245,14 @@ class _Item:
     text: str = ""  # the thought, the answer text, or the arguments of a call
     call_id: str = ""
     name: str = ""
-    is_done: bool = True
+    status: str = "completed"  # or in_progress, or incomplete if the answer was cut in it
 
     def build(self) -> dict[str, Any]:
         """Return the item in the format of the API."""
-        head: dict[str, Any] = {"type": self.kind, "id": self.id, "status": "completed" if self.is_done else "in_progress"}
+        head: dict[str, Any] = {"type": self.kind, "id": self.id, "status": self.status}
         if self.kind == "function_call":
             return {**head, "call_id": self.call_id, "name": self.name, "arguments": self.text}
-        content = [self.part()] if self.text or self.is_done else []
+        content = [self.part()] if self.text or self.status != "in_progress" else []
         if self.kind == "reasoning":
             return {**head, "summary": [], "content": content}
         return {**head, "role": "assistant", "content": content}
@@ -270,10 +278,14 @@ class _Items:
         return item
 
 
+def _is_cut(generation: Generation) -> bool:
+    """Return whether the answer ended because it reached its greatest length."""
+    return generation.samples[0].finish_reason == "length"
+
+
 def _completed(answer: ResponsesAnswer, generation: Generation, items: _Items) -> ResponsesAnswer:
     """Return the answer with its output, which is complete or cut off."""
-    counts = generation.token_counts()
-    is_cut = generation.samples[0].finish_reason == "length"
+    counts, is_cut = generation.token_counts(), _is_cut(generation)
     return msgspec.structs.replace(
         answer,
         status="incomplete" if is_cut else "completed",
@@ -333,12 +345,12 @@ class _Writer:
             if item is None or part.is_first:
                 events += self._close()
                 item = self._open = self._items.begin("function_call")
-                item.call_id, item.name, item.is_done = part.id, part.name, False
+                item.call_id, item.name, item.status = part.id, part.name, "in_progress"
                 events.append(self._added(item))
             item.text += part.arguments_json
             delta = self._event("response.function_call_arguments.delta", **self._place(item), delta=part.arguments_json)
             events.append(delta)
-        return [*events, *self._close()] if isinstance(piece, ToolCall) else events
+        return [*events, *self._close(is_cut=not piece.is_complete)] if isinstance(piece, ToolCall) else events
 
     def _added(self, item: _Item) -> bytes:
         return self._event("response.output_item.added", output_index=len(self._items.all) - 1, item=item.build())
@@ -350,7 +362,7 @@ class _Writer:
         if item is None or item.kind != kind:
             events += self._close()
             item = self._open = self._items.begin(kind)
-            item.is_done = False
+            item.status = "in_progress"
             events.append(self._added(item))
             events.append(self._event("response.content_part.added", **self._place(item), content_index=0, part=item.part()))
         item.text += text
@@ -358,12 +370,12 @@ class _Writer:
         events.append(self._event(f"{self._DELTAS[kind]}.delta", **self._place(item), content_index=0, delta=text, **more))
         return events
 
-    def _close(self) -> list[bytes]:
-        """Close the open item, if any, and return its last events."""
+    def _close(self, *, is_cut: bool = False) -> list[bytes]:
+        """Close the open item, if any, and return its last events. `is_cut` says that the answer ends in the item."""
         item, self._open = self._open, None
         if item is None:
             return []
-        item.is_done = True
+        item.status = "incomplete" if is_cut else "completed"
         place = self._place(item)
         events = []
         if item.kind == "function_call":
@@ -377,7 +389,7 @@ class _Writer:
 
     def end(self, generations: Sequence[Generation]) -> bytes:
         """Close the open item and return its last events, then the complete answer."""
-        closing = self._close()
+        closing = self._close(is_cut=_is_cut(generations[0]))
         answer = self._keep(_completed(self._answer, generations[0], self._items), generations[0].samples[0].output())
         return b"".join([*closing, self._event(f"response.{answer.status}", response=answer)])
 
