@@ -55,11 +55,13 @@ class GrammarSpec:
     after_thought: bool = False  # the model may think first, and the grammar applies after the thought
     on_call: bool = False  # the output is free, and the grammar applies to each tool call from its opening token on
     field: str = "structured_outputs"  # the field of the request that it comes from, for errors
+    prefix: str = ""  # text that the output continues, so that both together have the form
 
     @property
     def key(self) -> str:
-        """A short key, equal for specs that compile to the same grammar."""
-        return hashlib.sha256(f"{self.kind}\0{self.is_strict}\0{self.text}".encode("utf-8", "surrogatepass")).hexdigest()
+        """A short key, equal for specs that compile to the same grammar at the same point."""
+        whole = f"{self.kind}\0{self.is_strict}\0{len(self.prefix)}\0{self.prefix}{self.text}"
+        return hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
 
     def spec(self) -> GrammarSpec:
         """Return this spec itself. Sampling parameters may hold a form or its spec."""

@@ -116,4 +116,35 @@ def check_tools(tools: object) -> list[dict[str, Any]] | None:
             raise BadRequest(
                 f"tools[{index}].function.parameters: got {type(function['parameters']).__name__}, expected a JSON schema"
             )
+        _check_schema(function.get("parameters"), f"tools[{index}]")
     return [dict(tool) for tool in tools] or None
+
+
+def _check_schema(schema: object, where: str) -> None:
+    """Raise if what templates read of a tool's JSON schema has another type than they expect."""
+    pending = [("", schema)]
+    while pending:
+        path, found = pending.pop()
+        if not isinstance(found, Mapping):
+            if not isinstance(found, bool | None):  # true and false are schemas too
+                raise _bad_schema(where, path, found, "a JSON schema, which is an object")
+            continue
+        kind, properties = found.get("type"), found.get("properties")
+        if not isinstance(kind, str | None) and not _is_texts(kind):
+            raise _bad_schema(where, f"{path}.type", kind, "a string or a list of strings")
+        if not isinstance(properties, Mapping | None):
+            raise _bad_schema(where, f"{path}.properties", properties, "an object of JSON schemas by name")
+        pending += [(f"{path}.properties.{name}", inner) for name, inner in (properties or {}).items()]
+        if isinstance(found.get("items"), Mapping):
+            pending.append((f"{path}.items", found["items"]))
+
+
+def _is_texts(value: object) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return is_list and all(isinstance(text, str) for text in value)  # type: ignore[attr-defined]
+
+
+def _bad_schema(where: str, path: str, found: object, expected: str) -> BadRequest:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    got = names.get(type(found), "a number" if isinstance(found, int | float) else type(found).__name__)
+    return BadRequest(f"{where}: in its schema, {path.lstrip('.')[:256]} is {got}, expected {expected}")

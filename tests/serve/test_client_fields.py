@@ -40,7 +40,7 @@ def test_other_names_of_structured_outputs(tiny: Running, fields: dict[str, Any]
         ({"guided_choice": ["a"], "regex": "b"}, "regex"),
         ({"guided_choice": ["a"], "structured_outputs": {"regex": "b"}}, "guided_choice"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
-        ({"grammar": "root ::= undefined"}, "Rule 'undefined' not found"),
+        ({"grammar": "root ::= undefined"}, "rule 'undefined' not found"),
         ({"bad_words": ["x"]}, "bad_words"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"use_beam_search": True}, "use_beam_search"),
@@ -172,6 +172,78 @@ def test_continue_the_last_message(tiny: Running, encode: Callable[[str], list[i
     assert tiny.chat(messages=parts, **fields).json()["choices"] == answer["choices"]
     body = {"messages": said, "add_generation_prompt": False, "continue_final_message": True}
     assert tiny.http.post("/tokenize", json=body).json()["tokens"] == prompt
+
+
+PARTS = ["Once ", "upon", " a"]
+
+
+def test_the_parts_of_a_continued_message_are_one_text(tiny: Running, encode: Callable[[str], list[int]]) -> None:
+    """Gemma's template trims each part, which would lose the spaces between them."""
+    prompt = encode("<bos><|turn>user\nHello<turn|>\n<|turn>model\nOnce upon a")
+    messages = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": text} for text in PARTS]}]
+    body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+    assert tiny.http.post("/tokenize", json=body).json()["tokens"] == prompt
+    assert tiny.http.post("/v1/messages/count_tokens", json={"messages": messages}).json() == {"input_tokens": len(prompt)}
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages[-1]["content"].append(picture)
+    response = tiny.http.post("/tokenize", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "continue_final_message"
+
+
+def person(server: Running, path: str, begun: str, **fields: Any) -> tuple[int, str]:
+    """Return the status and the text of an answer that continues `begun` and has the form of PERSON together with it."""
+    messages = [*HELLO, {"role": "assistant", "content": begun}]
+    forms: dict[str, Any] = {
+        "/v1/chat/completions": {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": PERSON, "strict": True}},
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        },
+        "/v1/messages": {"output_config": {"format": {"type": "json_schema", "schema": PERSON}}},
+        "/api/chat": {"format": PERSON, "model": "gemma", "stream": False, "options": {"num_predict": 600}},
+    }
+    limit = {} if path == "/api/chat" else {"max_tokens": 600}
+    response = server.http.post(path, json={"messages": messages, **limit, **forms[path], **fields})
+    answer = response.json()
+    if response.status_code != 200:
+        return response.status_code, answer["error"] if isinstance(answer["error"], str) else answer["error"]["message"]
+    if path == "/v1/messages":
+        return 200, "".join(block["text"] for block in answer["content"])
+    message = answer["message"] if path == "/api/chat" else answer["choices"][0]["message"]
+    return 200, message["content"]
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+@pytest.mark.parametrize("begun", ["{", '{"name": "A', '  {"name":"\u00e9", "age": ', '{"name": "x", "age": 5}'])
+def test_a_form_holds_for_the_text_and_its_continuation(tiny: Running, path: str, begun: str) -> None:
+    status, text = person(tiny, path, begun)
+    assert status == 200, text
+    document = json.loads(begun + text)
+    assert sorted(document) == ["age", "name"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+def test_a_text_that_cannot_become_the_form(tiny: Running, path: str) -> None:
+    status, problem = person(tiny, path, "Sure, here it is: ")
+    assert status == 400
+    assert "the last message, which the answer continues, is not the beginning of such a document" in problem
+
+
+def test_a_document_that_has_begun_is_not_a_call(tiny: Running) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    _, text = person(tiny, "/v1/chat/completions", '{"name": "', tools=tools)
+    assert sorted(json.loads('{"name": "' + text)) == ["age", "name"]
+    _, text = person(tiny, "/v1/chat/completions", '{"name": "', chat_template_kwargs={"enable_thinking": True})
+    assert sorted(json.loads('{"name": "' + text)) == ["age", "name"]
 
 
 @pytest.mark.parametrize("space", [" ", "\n", "\n\n  ", "\t"])

@@ -328,7 +328,7 @@ def _from_model(blocks: Sequence[Block], where: str) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     if texts or not calls:
-        message["content"] = "\n".join(texts)
+        message["content"] = "".join(texts)  # they are parts of one answer
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     return message

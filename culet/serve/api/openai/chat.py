@@ -279,14 +279,15 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
 
 
 def continued_text(messages: Sequence[Message], add_generation_prompt: bool) -> str:
-    """Return the text of the last message, which the answer continues."""
+    """Return the text of the last message, which the answer continues. Several parts are one text."""
     if add_generation_prompt:
         problem = "continue_final_message: cannot be combined with add_generation_prompt"
         raise BadRequest(problem, hint="set add_generation_prompt to false")
     last = messages[-1]
-    end = last.content if isinstance(last.content, str) or not last.content else last.content[-1]
-    text = end.text if isinstance(end, TextPart) else end
-    if last.role != "assistant" or last.tool_calls or not text or not isinstance(text, str):
+    parts = [TextPart(last.content)] if isinstance(last.content, str) else last.content or []
+    text = "".join(part.text for part in parts if isinstance(part, TextPart))
+    is_text = bool(text) and all(isinstance(part, TextPart) for part in parts)
+    if last.role != "assistant" or last.tool_calls or not is_text:
         raise BadRequest("continue_final_message: the last message must be the assistant's, with text and without tool_calls")
     return text
 
