@@ -102,6 +102,27 @@ def _check_calls(calls: object, where: str, parsed: bool) -> list[dict[str, Any]
     return [dict(call) for call in calls]
 
 
+def continued_text(messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+    """Return the text of the last message, which the answer continues. Several parts are one text."""
+    if add_generation_prompt:
+        problem = "continue_final_message: cannot be combined with add_generation_prompt"
+        raise BadRequest(problem, hint="set add_generation_prompt to false")
+    last: Mapping[str, Any] = messages[-1] if messages else {}
+    content = last.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    given = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    texts = [text for text in given if isinstance(text, str)]
+    text = "".join(texts) if len(texts) == len(parts) else ""
+    if last.get("role") not in ("assistant", "model") or last.get("tool_calls") or not text:
+        raise BadRequest("continue_final_message: the last message must be the assistant's, with text and without tool_calls")
+    return text
+
+
+def with_text(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
+    """Return the messages with this text as the content of the last one. Templates trim each part, but not inside a text."""
+    return [*messages[:-1], {**messages[-1], "content": text}]
+
+
 def check_tools(tools: object) -> list[dict[str, Any]] | None:
     """Check tools in OpenAI's format and return them as plain dicts. Return None if there are none."""
     if tools is None:

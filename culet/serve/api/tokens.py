@@ -17,7 +17,7 @@ from culet.serve.answers.parts import BigAnswer, Part
 from culet.serve.api.chat_request import check_chat
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body
 from culet.serve.api.fields import MediaFields, TemplateOptions, Text, TokenId
-from culet.serve.api.openai.chat import Message, Tool, continued_text, tool_fields
+from culet.serve.api.openai.chat import Message, Tool, continued, tool_fields
 from culet.serve.service import Service
 from culet.text.tokenizer import IncrementalDecoder, Tokenizer, check_token_ids, no_tokenizer
 
@@ -98,7 +98,7 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> Response:
             enable_thinking=options.enable_thinking,
             add_generation_prompt=body.add_generation_prompt,
             options=options.variables(),
-            continued=continued_text(body.messages, body.add_generation_prompt) if body.continue_final_message else None,
+            continued=continued(body.messages, body.add_generation_prompt) if body.continue_final_message else None,
             media=(body.mm_processor_kwargs or MediaFields()).options(),
         )
         tokens = prompt.token_ids

@@ -14,6 +14,7 @@ from culet.line_process import Stopper
 from culet.media.parts import MediaOptions, TakenMedia, count_bytes, take_media
 from culet.media.prompt import ExpandedPrompt, expand_prompt
 from culet.media.reader import MediaReader
+from culet.text.messages import with_text
 from culet.text.template import Chat, ChatTemplate
 from culet.text.text_queue import SHORT_BYTES, TextQueue, request_bytes
 from culet.text.tokenizer import Tokenizer
@@ -57,14 +58,14 @@ class PromptEncoder:
         """Render a conversation with the chat template and return its token ids and media.
 
         If `enable_thinking` is None, the server's default applies. Arguments of tool calls may be JSON. `continued` is the text
-        of the last message if the answer continues it. There is no generation prompt then. The text replaces the message's
-        parts, because templates trim each part.
+        of the last message if the answer continues it. There is no generation prompt then.
         """
         thinking = self._enable_thinking if enable_thinking is None else enable_thinking
         limit = self._max_len()
 
         def take(stopper: Stopper) -> TakenMedia:
-            taken = take_media(_with_end(_plain(messages), continued), media)
+            given: Any = _plain(messages)
+            taken = take_media(given if continued is None else with_text(given, continued), media)
             self._media.check(taken.sources)
             return taken
 
@@ -126,11 +127,6 @@ class PromptEncoder:
             num_tokens = len(self._tokenizer.encode(text[: limit * _MAX_TOKEN_CHARS]))
             if num_tokens > limit + _CUT_TOKENS:
                 raise ContextTooLong(f"the prompt is longer than the context of {limit} tokens")
-
-
-def _with_end(messages: Any, continued: str | None) -> Any:
-    """Return the messages, of which the last has this text if the answer continues it."""
-    return messages if continued is None else [*messages[:-1], {**messages[-1], "content": continued}]
 
 
 def _plain(values: Sequence[Mapping[str, Any] | Struct] | None) -> object:

@@ -32,7 +32,6 @@ from culet.serve.api.fields import (
     StreamOptions,
     TemplateOptions,
     Text,
-    TextPart,
     ToolName,
     sampling_params,
     thinking_of,
@@ -42,6 +41,7 @@ from culet.serve.api.refused import Refused
 from culet.serve.generation import Generation
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all
+from culet.text.messages import continued_text
 from culet.text.output import OutputDelta, stop_reason_of
 from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece, call_part
 from culet.types import SamplingParams
@@ -272,24 +272,16 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
         enable_thinking=thinking.is_on,
         options=options.variables(),
         add_generation_prompt=body.add_generation_prompt,
-        continued=continued_text(body.messages, body.add_generation_prompt) if body.continue_final_message else None,
+        continued=continued(body.messages, body.add_generation_prompt) if body.continue_final_message else None,
         media=(body.mm_processor_kwargs or MediaFields()).options(),
     )
     return prepared if num_top is None or max_tokens is not None else _shorten(service, prepared, num_top)
 
 
-def continued_text(messages: Sequence[Message], add_generation_prompt: bool) -> str:
-    """Return the text of the last message, which the answer continues. Several parts are one text."""
-    if add_generation_prompt:
-        problem = "continue_final_message: cannot be combined with add_generation_prompt"
-        raise BadRequest(problem, hint="set add_generation_prompt to false")
-    last = messages[-1]
-    parts = [TextPart(last.content)] if isinstance(last.content, str) else last.content or []
-    text = "".join(part.text for part in parts if isinstance(part, TextPart))
-    is_text = bool(text) and all(isinstance(part, TextPart) for part in parts)
-    if last.role != "assistant" or last.tool_calls or not is_text:
-        raise BadRequest("continue_final_message: the last message must be the assistant's, with text and without tool_calls")
-    return text
+def continued(messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    """Return the text of the last message, which the answer continues."""
+    last = msgspec.to_builtins(messages[-1], builtin_types=(msgspec.Raw,))
+    return continued_text([last], add_generation_prompt=add_generation_prompt)
 
 
 def _shorten(service: Service, prepared: PreparedChat, num_top: int) -> PreparedChat:
