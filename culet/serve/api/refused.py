@@ -50,6 +50,7 @@ _SWITCHES = ("enable_thinking", "think")  # of thoughts, so the server's default
 _HINTS = {
     "chat_template": "the server sets the template with --chat-template",
     "truncation": "omit the field, and send a conversation that fits the context",
+    "return_token_ids": "omit the field; only /v1/completions returns token ids",
     "lora_path": "omit the field; the server runs one model without adapters",
 }
 # Supported fields that do the same as a refused one, best first.

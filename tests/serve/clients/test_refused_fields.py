@@ -49,6 +49,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"thinking_budget_tokens": 5}, "thinking_budget_tokens: not supported (hint: use thinking_token_budget)"),
         ({"reasoning_format": "none"}, "reasoning_format: not supported"),
         ({"parse_tool_calls": False}, "parse_tool_calls: not supported"),
+        ({"return_token_ids": True}, "return_token_ids: not supported (hint: omit the field; only /v1/completions"),
         ({"add_special_tokens": True}, "add_special_tokens: not supported"),
         ({"chat_template": "{{ messages }}"}, "chat_template: not supported (hint: the server sets the template with"),
         ({"max_tool_calls": 1}, "max_tool_calls: not supported (hint: use parallel_tool_calls)"),
