@@ -118,7 +118,7 @@ def rounds(seed: int) -> Iterator[tuple[list[Tool], list[Any], list[SamplingPara
 
 def show_calls(llm: LLM, num_wanted: int, check: Check) -> dict[str, Any]:
     """Make calls until there are enough, and compare each answer with that of the switch off up to the first call."""
-    opens = llm.get_tokenizer().token_id("<|tool_call>")
+    opens = llm.engine.tokenizer.token_id("<|tool_call>")
     counts: Counter[str] = Counter()
     for number, (tools, chats, settings, thinks) in enumerate(rounds(seed=1)):
         held = llm.chat(chats, settings, tools=tools, enable_thinking=thinks, use_tqdm=False)
@@ -151,7 +151,7 @@ def before_call(token_ids: Sequence[int], opens: int | None) -> tuple[int, ...]:
 
 def show_distribution(llm: LLM, num_samples: int) -> dict[str, Any]:
     """Compare the texts before the call with the switch on and off, with different seeds, by a chi-squared test."""
-    opens = llm.get_tokenizer().token_id("<|tool_call>")
+    opens = llm.engine.tokenizer.token_id("<|tool_call>")
     counts: list[Counter[Any]] = [Counter(), Counter()]
     chance = random.Random(5)
     for place, line in enumerate(questions()[::7][:8]):
@@ -193,7 +193,7 @@ def chi_squared(ours: Counter[Any], theirs: Counter[Any], least: int = 10) -> tu
 
 def show_budgets(llm: LLM, num_requests: int, check: Check) -> dict[str, Any]:
     """Compare the lengths of thoughts with and without a budget. Half of the thoughts would never end by themselves."""
-    tokenizer = llm.get_tokenizer()
+    tokenizer = llm.engine.tokenizer
     closes = tokenizer.token_id("<channel|>")
     lines = questions()
     chats = [lines[index % len(lines)]["messages"] for index in range(-(-num_requests // len(BUDGETS)))]

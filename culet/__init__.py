@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 from culet.version import __version__
 
 if TYPE_CHECKING:
-    from culet.engine.async_llm import AsyncLLM
+    from culet.engine.async_llm import AsyncEngineArgs, AsyncLLM
     from culet.engine.llm import LLM
     from culet.types import SamplingParams, StructuredOutputs
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
 # Imported on first use, so that `culet --help` and `culet plan` do not load torch.
 _LAZY = {
     "LLM": "culet.engine.llm",
+    "AsyncEngineArgs": "culet.engine.async_llm",
     "AsyncLLM": "culet.engine.async_llm",
     "SamplingParams": "culet.types",
     "StructuredOutputs": "culet.types",

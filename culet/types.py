@@ -55,11 +55,13 @@ class GrammarSpec:
     after_thought: bool = False  # the model may think first, and the grammar applies after the thought
     on_call: bool = False  # the output is free, and the grammar applies to each tool call from its opening token on
     field: str = "structured_outputs"  # the field of the request that it comes from, for errors
+    prefix: str = ""  # text that the output continues, so that both together have the form
 
     @property
     def key(self) -> str:
-        """A short key, equal for specs that compile to the same grammar."""
-        return hashlib.sha256(f"{self.kind}\0{self.is_strict}\0{self.text}".encode("utf-8", "surrogatepass")).hexdigest()
+        """A short key, equal for specs that compile to the same grammar at the same point."""
+        whole = f"{self.kind}\0{self.is_strict}\0{len(self.prefix)}\0{self.prefix}{self.text}"
+        return hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
 
     def spec(self) -> GrammarSpec:
         """Return this spec itself. Sampling parameters may hold a form or its spec."""
@@ -130,7 +132,7 @@ class SamplingParams:
     """How to draw tokens. None means the model's default (`generation_config.json`)."""
 
     temperature: float | None = None  # 0 is greedy
-    top_p: float | None = None  # draw from the most likely tokens up to this total probability
+    top_p: float | None = None  # draw from the most likely tokens up to this total probability; 0 is greedy
     top_k: int | None = None  # draw from this many of the most likely tokens; 0 or -1 means all tokens
     min_p: float | None = None  # drop tokens below this fraction of the most likely token's probability
     max_tokens: int | None = None  # None means up to the end of the context
@@ -159,7 +161,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
         _check_number("temperature", self.temperature, 0.0, 100.0)
-        _check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)

@@ -27,7 +27,11 @@ _CLICK_TYPES: dict[str, click.ParamType] = {"int": click.INT, "float": click.FLO
 _SAMPLING: tuple[tuple[str, click.ParamType, str], ...] = (
     ("max_tokens", click.INT, "Maximum number of tokens to generate (default: up to the end of the context)."),
     ("temperature", click.FLOAT, "Sampling temperature; 0 is greedy (default: the model's)."),
-    ("top_p", click.FLOAT, "Sample from the most likely tokens up to this total probability (default: the model's)."),
+    (
+        "top_p",
+        click.FLOAT,
+        "Sample from the most likely tokens up to this total probability; 0 is greedy (default: the model's).",
+    ),
     ("top_k", click.INT, "Sample from this many of the most likely tokens; 0 means all (default: the model's)."),
     ("min_p", click.FLOAT, "Drop tokens whose probability is below this fraction of the most likely token's."),
     ("repetition_penalty", click.FLOAT, "Values above 1 make tokens that have already occurred less likely."),

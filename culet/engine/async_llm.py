@@ -19,8 +19,8 @@ from culet.engine.engine import Engine
 from culet.engine.jobs import Job, JobLoop, Result, Sample, offline_config
 from culet.engine.prompts import Prompt, PromptReader
 from culet.errors import BadRequest, ConfigError, CuletError, as_culet_error
+from culet.text.chat_tokenizer import ChatTokenizer
 from culet.text.output import OutputDelta, plain_output
-from culet.text.tokenizer import Tokenizer
 from culet.types import SamplingParams
 
 
@@ -32,6 +32,13 @@ class _Waiter:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)  # set on `loop`
     error: CuletError | None = None  # why the job cannot go on
+
+
+class AsyncEngineArgs:
+    """The arguments of an AsyncLLM, for `AsyncLLM.from_engine_args`."""
+
+    def __init__(self, model: str = BUILT_IN, **settings: Any) -> None:
+        self.model, self.settings = model, settings
 
 
 class AsyncLLM:
@@ -55,10 +62,15 @@ class AsyncLLM:
         llm._start(config)
         return llm
 
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> Self:
+        """Create an AsyncLLM from the arguments of its constructor, as in vLLM."""
+        return cls(engine_args.model, **engine_args.settings)
+
     def _start(self, config: Config) -> None:
         engine = Engine(config)
         self._prompts = PromptReader(engine.tokenizer, engine.chat_template, engine.media)
-        self._tokenizer = engine.tokenizer
+        self._tokenizer, self._chat_tokenizer = engine.tokenizer, ChatTokenizer(engine.tokenizer, engine.chat_template)
         self._thread = _EngineThread(JobLoop(engine))
         self._waiters: dict[str, _Waiter] = {}  # by the caller's request id
         self._numbers = itertools.count()
@@ -66,18 +78,23 @@ class AsyncLLM:
         self._stop = weakref.finalize(self, self._thread.stop)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncIterator[Result]:
         """Continue a prompt, which is a text, a list of token ids, or a mapping with media as for `LLM.generate`.
 
         Yield everything so far whenever there is more.
 
-        The last result has `finished` set. `request_id` is the name for `abort`. Cancelling the task, or leaving the loop,
-        ends the request.
+        The last result has `finished` set. `request_id` is the name for `abort`. Requests with a lower `priority` run first.
+        Cancelling the task, or leaving the loop, ends the request.
         """
         params = sampling_params or SamplingParams()
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
-        job = await asyncio.to_thread(self._make_job, prompt, params)
+        job = await asyncio.to_thread(self._make_job, prompt, params, priority)
         if request_id in self._waiters:
             raise BadRequest(f"request_id: got {request_id!r}, which is already running", hint="use another id")
         waiter = self._waiters[request_id] = _Waiter(job)
@@ -90,11 +107,11 @@ class AsyncLLM:
             with suppress(ConfigError):  # it was shut down, which ended the request
                 self._thread.send(partial(self._thread.drop, waiter))
 
-    def _make_job(self, prompt: Prompt, params: SamplingParams) -> Job:
+    def _make_job(self, prompt: Prompt, params: SamplingParams, priority: int) -> Job:
         prompts = self._prompts.read(prompt)
         if len(prompts) != 1:
             raise BadRequest(f"prompt: got {len(prompts)} prompts, expected one", hint="call generate once per prompt")
-        request = self._thread.jobs.make_request(prompts[0].token_ids, params, prompts[0].media, prompts[0].items)
+        request = self._thread.jobs.make_request(prompts[0].token_ids, params, prompts[0].media, prompts[0].items, priority)
         job = Job(request, params, partial(plain_output, self._tokenizer), prompts[0].text)
         job.unread = deque()
         return job
@@ -105,9 +122,9 @@ class AsyncLLM:
             if (waiter := self._waiters.get(name)) is not None:
                 self._thread.send(partial(self._thread.jobs.cancel, waiter.job))
 
-    async def get_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer."""
-        return self._tokenizer
+    async def get_tokenizer(self) -> ChatTokenizer:
+        """Return the tokenizer, whose methods are those of transformers."""
+        return self._chat_tokenizer
 
     def shutdown(self) -> None:
         """Free the model and its memory. Requests that are running end with an error."""

@@ -181,9 +181,11 @@ class JobLoop:
         params: SamplingParams,
         media: Sequence[MediaSpan] = (),
         items: Sequence[MediaItem] = (),
+        priority: int = 0,
     ) -> Request:
         """Return a complete request. Raise if it cannot be served. Blocks while its grammar is checked."""
-        request = self.engine.rules.make_request(self.next_id(), prompt, params, media=media, items=items)
+        rules, name = self.engine.rules, self.next_id()
+        request = rules.make_request(name, prompt, params, media=media, items=items, priority=priority)
         self.engine.check_grammar(request)
         return request
 

@@ -15,8 +15,9 @@ from culet.engine.jobs import Job, JobLoop, Result, offline_config
 from culet.engine.progress import show_progress
 from culet.engine.prompts import Message, Prompt, PromptReader, TokenizedPrompt, Tool, as_list
 from culet.errors import BadRequest, InternalError, UserError
+from culet.text.chat_tokenizer import ChatTokenizer
+from culet.text.messages import continued_text
 from culet.text.output import MakeOutput, OutputDelta, chat_output, plain_output
-from culet.text.tokenizer import Tokenizer
 from culet.types import GrammarSpec, Request, SamplingParams
 
 
@@ -54,15 +55,16 @@ class LLM:
         """The engine, for statistics and settings."""
         return self._loop.engine
 
-    def get_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer."""
-        return self.engine.tokenizer
+    def get_tokenizer(self) -> ChatTokenizer:
+        """Return the tokenizer, whose methods are those of transformers."""
+        return ChatTokenizer(self.engine.tokenizer, self.engine.chat_template)
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: Sequence[int] | None = None,
         use_tqdm: bool = True,
     ) -> list[Result]:
         """Continue each prompt, which is a text or a list of token ids. Results are in the same order as the prompts.
@@ -71,9 +73,10 @@ class LLM:
         `<|image|>`, and `multi_modal_data`, such as {"image": [path, bytes, a picture of Pillow or an array]}.
 
         All prompts are checked before any is computed. `sampling_params` applies to all prompts, or is a list with one entry
-        per prompt. With `use_tqdm`, a terminal shows the progress.
+        per prompt. `priority` has one entry per prompt, and lower ones run first. With `use_tqdm`, a terminal shows the
+        progress.
         """
-        return self._run(self._prompts.read(prompts), sampling_params, self._plain_output(), use_tqdm)
+        return self._run(self._prompts.read(prompts), sampling_params, self._plain_output(), use_tqdm, priority)
 
     def chat(
         self,
@@ -84,6 +87,8 @@ class LLM:
         constrain_tool_calls: bool = True,
         unmarked_tool_calls: bool = False,
         enable_thinking: bool = False,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
@@ -95,23 +100,39 @@ class LLM:
         Results separate the answer (`text`) from thoughts (`reasoning`) and tool calls (`tool_calls`, with parsed arguments).
         With `constrain_tool_calls`, a grammar holds each call to the tools and their schemas. With `unmarked_tool_calls`,
         `call:NAME{...}` is a call of a declared tool even without the tokens around it. `chat_template_kwargs` are variables
-        of the template, and may include `enable_thinking`. `mm_processor_kwargs` may have `max_soft_tokens`.
+        of the template, and may include `enable_thinking`. `mm_processor_kwargs` may have `max_soft_tokens`. With
+        `continue_final_message` and without `add_generation_prompt`, the answer continues the assistant's last message, and
+        structured outputs hold for both together.
         """
         options = dict(chat_template_kwargs or {})
         enable_thinking = bool(options.pop("enable_thinking", enable_thinking))
         if _is_conversation(messages):
             messages = [messages]
         conversations = as_list(messages, "messages", "a list of messages")
+        texts: list[str | None] = [None] * len(conversations)
+        if continue_final_message:
+            texts = [continued_text(messages, add_generation_prompt=add_generation_prompt) for messages in conversations]
         prompts = [
-            self._prompts.render(conversation, tools, enable_thinking, options, mm_processor_kwargs)
-            for conversation in conversations
+            self._prompts.render(
+                conversation,
+                tools,
+                enable_thinking,
+                options,
+                mm_processor_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continued=text,
+            )
+            for conversation, text in zip(conversations, texts, strict=True)
         ]
-        if enable_thinking:
-            sampling_params = [_after_thought(params) for params in _params_per_prompt(sampling_params, len(prompts))]
+        all_params = _params_per_prompt(sampling_params, len(prompts))
+        if continue_final_message:
+            all_params = [_continue_form(params, text or "") for params, text in zip(all_params, texts, strict=True)]
+        elif enable_thinking:
+            all_params = [_after_thought(params) for params in all_params]
         if tools and constrain_tool_calls:
             grammar = self.engine.tool_call_grammar(tools)
-            sampling_params = [_hold_calls(params, grammar) for params in _params_per_prompt(sampling_params, len(prompts))]
-        return self._run(prompts, sampling_params, self._chat_output(tools, unmarked_tool_calls), use_tqdm)
+            all_params = [_hold_calls(params, grammar) for params in all_params]
+        return self._run(prompts, all_params, self._chat_output(tools, unmarked_tool_calls), use_tqdm)
 
     def stream(
         self,
@@ -168,13 +189,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         make_output: MakeOutput,
         shows_progress: bool,
+        priorities: Sequence[int] | None = None,
     ) -> list[Result]:
         """Check every request, then run them all. An error or Ctrl-C cancels them all."""
         all_params = _params_per_prompt(sampling_params, len(prompts))
+        if priorities is not None and len(priorities) != len(prompts):
+            raise BadRequest(f"priority: got {len(priorities)} for {len(prompts)} prompts", hint="pass one per prompt")
         finished: deque[Job] = deque()
         jobs = [
-            Job(self._make_request(index, prompt, params), params, make_output, prompt.text, finished)
-            for index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True))
+            Job(self._make_request(index, prompt, params, priority), params, make_output, prompt.text, finished)
+            for index, (prompt, params, priority) in enumerate(
+                zip(prompts, all_params, priorities or [0] * len(prompts), strict=True)
+            )
         ]
         waiting, num_left, num_failures = deque(jobs), len(jobs), self._loop.num_failures
         try:
@@ -194,10 +220,10 @@ class LLM:
                 self._loop.drop(job)
         return [job.result() for job in jobs]
 
-    def _make_request(self, index: int, prompt: TokenizedPrompt, params: SamplingParams) -> Request:
+    def _make_request(self, index: int, prompt: TokenizedPrompt, params: SamplingParams, priority: int) -> Request:
         """Make the request for a prompt. Errors name the prompt's index."""
         try:
-            return self._loop.make_request(prompt.token_ids, params, prompt.media, prompt.items)
+            return self._loop.make_request(prompt.token_ids, params, prompt.media, prompt.items, priority)
         except UserError as error:
             raise type(error)(f"prompt {index}: {error.message}", hint=error.hint) from None
 
@@ -244,6 +270,12 @@ def _after_thought(params: SamplingParams) -> SamplingParams:
     """Return the same params, except that structured outputs apply only after the thought."""
     form = params.structured_outputs
     return params if form is None else replace(params, structured_outputs=replace(form, after_thought=True))
+
+
+def _continue_form(params: SamplingParams, text: str) -> SamplingParams:
+    """Return the same params, except that structured outputs hold for `text` and the output together."""
+    form = params.structured_outputs
+    return params if form is None else replace(params, structured_outputs=replace(form.spec(), prefix=text.lstrip()))
 
 
 def _hold_calls(params: SamplingParams, grammar: GrammarSpec | None) -> SamplingParams:

@@ -76,6 +76,8 @@ class RequestRules:
             for name, needs_text in (("stop", params.stop), ("structured_outputs", params.structured_outputs)):
                 if needs_text:
                     raise no_tokenizer(f"{name}: it applies to text")
+            if params.thinking_token_budget is not None:
+                raise no_tokenizer("thinking_token_budget: thoughts are found by the names of the tokens around them")
         stop_token_ids = params.stop_token_ids or ()
         for name, ids in (("stop_token_ids", stop_token_ids), ("logit_bias", tuple(params.logit_bias or ()))):
             if any(token_id >= self.vocab_size for token_id in ids):
@@ -138,11 +140,13 @@ def resolve_sampling(params: SamplingParams, defaults: ModelDefaults, vocab_size
     """Complete `params` with the model's defaults, and with a random seed if it has none."""
     bias = dict(params.logit_bias or {}) | dict.fromkeys(defaults.suppress_token_ids, float("-inf"))
     top_k = defaults.top_k if params.top_k is None else params.top_k
+    top_p = defaults.top_p if params.top_p is None else params.top_p
+    temperature = defaults.temperature if params.temperature is None else params.temperature
     penalty = params.repetition_penalty
     return Sampling(
-        temperature=defaults.temperature if params.temperature is None else params.temperature,
+        temperature=temperature if top_p else 0.0,  # only the most likely token is left, so there is nothing to draw
         top_k=max(0, top_k),
-        top_p=defaults.top_p if params.top_p is None else params.top_p,
+        top_p=top_p or 1.0,
         min_p=defaults.min_p if params.min_p is None else params.min_p,
         repetition_penalty=defaults.repetition_penalty if penalty is None else penalty,
         presence_penalty=params.presence_penalty,

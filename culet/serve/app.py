@@ -48,7 +48,10 @@ MODULES = (
     "culet.serve.web_page",
 )
 _REFERENCE = "#/components/schemas/{name}"
-_ERROR = {"description": 'An error in OpenAI\'s format: `{"error": {"message": ..., "type": ..., "code": ...}}`.'}
+_ERROR = {
+    "description": "An error in the format of the API. Most have OpenAI's: "
+    '`{"error": {"message": ..., "type": ..., "code": ...}}`.'
+}
 
 
 def create_app(service: Service) -> ASGIApp:

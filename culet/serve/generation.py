@@ -153,7 +153,7 @@ class Generation:
             num_prompt=len(self.prompt_token_ids),
             num_cached=self.num_cached,
             num_generated=sum(len(sample.token_ids) for sample in self.samples),
-            num_reasoning=sum(sample.output().num_reasoning_tokens for sample in self.samples),
+            num_reasoning=sum(sample.output().num_thought_tokens for sample in self.samples),
             num_accepted_drafts=sum(sample.num_accepted_drafts for sample in self.samples),
             num_rejected_drafts=sum(sample.num_rejected_drafts for sample in self.samples),
             is_thought_out=any(sample.is_thought_out for sample in self.samples),

@@ -1,4 +1,4 @@
-"""Turn errors into HTTP replies in OpenAI's format, so that clients raise their own exception types.
+"""Turn errors into HTTP replies in the format of each API, so that clients raise their own exception types.
 
 Errors that the caller can fix are explained in full. Internal errors are only reported as such, and the log has the details.
 """
@@ -15,6 +15,15 @@ from culet.errors import ContextTooLong, CuletError, InternalError, QueueFull, T
 _PARAM = re.compile(r"(\w+(?:\[\d+\]|\.\w+)*): ")  # `messages[0].role: got ...`
 _MAX_MESSAGE_CHARS = 2000  # a message may quote what the client sent
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ANTHROPIC_PATHS, OLLAMA_PATHS = "/v1/messages", "/api/"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _CODES: dict[type[CuletError], str] = {
     ContextTooLong: "context_length_exceeded",
     QueueFull: "queue_full",
@@ -44,7 +53,7 @@ class HttpError(UserError):
 
 
 class ErrorReply(Struct, frozen=True):
-    """The reply to a client about an error. Each API writes it in its own format."""
+    """The reply to a client about an error. `error_body` writes it."""
 
     status: int
     type: str
@@ -79,6 +88,12 @@ class _Body(Struct):
     code: str | None
 
 
-def openai_body(reply: ErrorReply) -> bytes:
-    """Encode a reply as `{"error": {...}}`, the format that OpenAI's clients read."""
-    return msgspec.json.encode({"error": _Body(reply.message, reply.type, reply.param, reply.code)})
+def error_body(reply: ErrorReply, path: str = "") -> bytes:
+    """Encode a reply in the format of the API that has this path: Anthropic's, Ollama's or, for all others, OpenAI's."""
+    body: dict[str, object] = {"error": _Body(reply.message, reply.type, reply.param, reply.code)}
+    if path.startswith(ANTHROPIC_PATHS):
+        kind = _ANTHROPIC_TYPES.get(reply.status, "invalid_request_error" if reply.status < 500 else "api_error")
+        body = {"type": "error", "error": {"type": kind, "message": reply.message}}
+    elif path.startswith(OLLAMA_PATHS):
+        body = {"error": reply.message}
+    return msgspec.json.encode(body)

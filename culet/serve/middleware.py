@@ -19,7 +19,7 @@ from culet.errors import CuletError
 from culet.log import logger
 from culet.serve.http.forms import FORM
 from culet.serve.http.intake import BODY, IncomingBody, release_body
-from culet.serve.http_errors import ErrorReply, HttpError, openai_body, reply_to
+from culet.serve.http_errors import OLLAMA_PATHS, ErrorReply, HttpError, error_body, reply_to
 from culet.serve.keys import CALLER, Caller
 from culet.serve.service import FinishedRequest, Service
 from culet.serve.streams import ABORT, SEND, ClientGone
@@ -27,7 +27,6 @@ from culet.serve.streams import ABORT, SEND, ClientGone
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})  # for GET and HEAD. The web page adds its static files.
 QUIET_PATHS = PUBLIC_PATHS | {"/metrics", "/stats", "/samples", "/markdown"}  # polled often, so not logged
 UNCOUNTED_PATHS = frozenset({"/markdown"})  # the web page calls these while an answer is written
-UNTYPED_PATHS = "/api/"  # Ollama takes JSON with any content type, and its documentation uses `curl -d`
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MEGABYTE = 1 << 20
 DEFERRED = "culet.error"  # scope key of an application error that is answered here
@@ -78,7 +77,8 @@ class Middleware:
             # Pages from other origins can post forms and plain text freely. JSON needs a CORS preflight, which fails.
             expected = FORM if path in self._forms else "application/json"
             is_expected = headers.get(b"content-type", b"").split(b";")[0].strip().lower() == expected.encode()
-            if not is_expected and not (path.startswith(UNTYPED_PATHS) and _is_from_no_page(headers)):
+            # Ollama takes JSON with any content type, and its documentation uses `curl -d`.
+            if not is_expected and not (path.startswith(OLLAMA_PATHS) and _is_from_no_page(headers)):
                 raise HttpError(415, f"content-type: expected {expected}", hint="set the Content-Type header")
             if path in self._forms:
                 self._check_origin(headers)
@@ -243,7 +243,7 @@ class _Exchange:
         await self._send_reply(reply)
 
     async def _send_reply(self, reply: ErrorReply) -> None:
-        body = openai_body(reply)
+        body = error_body(reply, self._scope["path"])
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         if reply.retry_after_s is not None:
             headers.append((b"retry-after", str(reply.retry_after_s).encode()))

@@ -19,7 +19,7 @@ from culet.errors import CuletError
 from culet.log import logger
 from culet.serve.generation import Generation
 from culet.serve.http.intake import release_body
-from culet.serve.http_errors import openai_body, reply_to
+from culet.serve.http_errors import error_body, reply_to
 from culet.serve.service import Service
 from culet.text.output import OutputDelta
 
@@ -155,7 +155,7 @@ class EventStream(Response):
 
 
 def _openai_error_event(error: CuletError) -> bytes:
-    return b"data: " + openai_body(reply_to(error)) + b"\n\n" + DONE
+    return b"data: " + error_body(reply_to(error)) + b"\n\n" + DONE
 
 
 async def _interleave(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[OutputDelta]]]:

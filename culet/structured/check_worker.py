@@ -8,6 +8,7 @@ The error is empty if the grammar compiles. The text is the grammar of a ToolFor
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 import threading
@@ -23,6 +24,7 @@ from culet.structured.tool_grammar import expand
 from culet.types import GrammarSpec
 
 _STACK_BYTES = 4 << 20
+_PLACE = re.compile(r"^line \d+, column \d+: ")
 
 
 def _reply(**verdict: str) -> None:
@@ -45,7 +47,8 @@ def _compile(form: Mapping[str, Any], vocabulary: LLTokenizer) -> dict[str, str]
         spec = expand(form) if "tools" in form else GrammarSpec(**form)
         compile_grammar(spec, vocabulary)
     except GrammarFault as fault:
-        return {"error": str(fault)}
+        is_own = "tools" not in form  # otherwise the grammar is not the client's, and neither are the lines in it
+        return {"error": str(fault) if is_own else f"its schema cannot be used: {_PLACE.sub('', str(fault))}"}
     except BadRequest as error:
         return {"error": error.message, "hint": error.hint}
     except ValueError as error:  # a schema that is not JSON

@@ -25,6 +25,19 @@ MAX_ERROR_CHARS = 300
 # model must be free to write the text in the tokens that it was trained on.
 _ANY_TOKENS = '\n%llguidance {"no_forcing": true}\n'
 
+# llguidance shows the line of the grammar that is at fault, with a mark below it. It is not always the client's own line.
+_EXCERPT = re.compile(r"^ *\d+ \| .*$|^[ ^]+$", re.MULTILINE)
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")  # in Lark's notation
+_TOKEN_AT = re.compile(r" \(at \".*$")
+# Its errors, in the words of somebody who has not written the grammar.
+_PLAINER = (
+    (re.compile(r'(?:invalid regex ".*" \(in regex\): )?regex parse error: .*error: '), "invalid regex: "),
+    (re.compile(r"Unimplemented keys: \[(.*)\]"), r"these keywords cannot be enforced: \1"),
+    (re.compile(r"Resource ('.*?') is not present .*"), r"the reference \1 points to another document"),
+    (re.compile(r"Pointer '(.*?)' does not exist"), r"the reference '#\1' points to nothing"),
+    (re.compile(r"Expecting object schema to apply options"), "expected a JSON schema, which is an object"),
+)
+
 _ESCAPED = re.compile(r"\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})|\\.", re.DOTALL)
 
 
@@ -48,7 +61,7 @@ def index_vocabulary(pieces: Sequence[bytes], special_ids: Sequence[int], end_id
 
 
 def compile_grammar(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
-    """Compile a grammar to a matcher at its start, which callers copy.
+    """Compile a grammar to a matcher at its start, or after the spec's prefix. Callers copy it.
 
     A bad grammar may take minutes. The GIL is released meanwhile.
     """
@@ -60,8 +73,16 @@ def compile_grammar(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
     if matcher.is_error():
         if is_json:  # the original has the plainer message
             matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
-        raise GrammarFault(shorten(matcher.get_error()))
+        raise GrammarFault(_explain(matcher.get_error(), spec.kind))
+    if spec.prefix:
+        _advance(matcher, vocabulary.tokenize_bytes(spec.prefix.encode("utf-8", "replace")))
     return matcher
+
+
+def _advance(matcher: LLMatcher, token_ids: Sequence[int]) -> None:
+    """Advance a matcher by the beginning of an answer. Which tokens it was written in does not matter."""
+    if matcher.try_consume_tokens(list(token_ids)) != len(token_ids):
+        raise GrammarFault("the last message, which the answer continues, is not the beginning of such a document")
 
 
 def _lark_of(source: str) -> str:
@@ -102,7 +123,7 @@ def _source(spec: GrammarSpec) -> str:
             }
             return LLMatcher.grammar_from_json_schema(spec.text, overrides=options)
     except Exception as error:  # the library raises many kinds of errors for bad text
-        raise GrammarFault(shorten(str(error))) from error
+        raise GrammarFault(_explain(str(error), spec.kind)) from error
     raise GrammarFault(f"unknown kind {spec.kind!r}")
 
 
@@ -113,6 +134,15 @@ def alternatives(texts: Sequence[str]) -> str:
     alternative of a rule is an item of the parser's row, and a row holds at most 2,000.
     """
     return " | ".join(json.dumps(text) for text in texts)
+
+
+def _explain(text: str, kind: str) -> str:
+    """Return an llguidance error for the client who sent the grammar. Places only help where the text is the client's own."""
+    line = _TOKEN_AT.sub("", " ".join(_EXCERPT.sub("", text).split()))
+    line = _PLACE.sub(r"line \1, column \2: " if kind == "lark" else "", line, count=1)
+    for pattern, words in _PLAINER:
+        line = pattern.sub(words, line)
+    return shorten(line[:1].lower() + line[1:])
 
 
 def shorten(text: str) -> str:

@@ -102,6 +102,27 @@ def _check_calls(calls: object, where: str, parsed: bool) -> list[dict[str, Any]
     return [dict(call) for call in calls]
 
 
+def continued_text(messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+    """Return the text of the last message, which the answer continues. Several parts are one text."""
+    if add_generation_prompt:
+        problem = "continue_final_message: cannot be combined with add_generation_prompt"
+        raise BadRequest(problem, hint="set add_generation_prompt to false")
+    last: Mapping[str, Any] = messages[-1] if messages else {}
+    content = last.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+    given = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    texts = [text for text in given if isinstance(text, str)]
+    text = "".join(texts) if len(texts) == len(parts) else ""
+    if last.get("role") not in ("assistant", "model") or last.get("tool_calls") or not text:
+        raise BadRequest("continue_final_message: the last message must be the assistant's, with text and without tool_calls")
+    return text
+
+
+def with_text(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
+    """Return the messages with this text as the content of the last one. Templates trim each part, but not inside a text."""
+    return [*messages[:-1], {**messages[-1], "content": text}]
+
+
 def check_tools(tools: object) -> list[dict[str, Any]] | None:
     """Check tools in OpenAI's format and return them as plain dicts. Return None if there are none."""
     if tools is None:
@@ -116,4 +137,35 @@ def check_tools(tools: object) -> list[dict[str, Any]] | None:
             raise BadRequest(
                 f"tools[{index}].function.parameters: got {type(function['parameters']).__name__}, expected a JSON schema"
             )
+        _check_schema(function.get("parameters"), f"tools[{index}]")
     return [dict(tool) for tool in tools] or None
+
+
+def _check_schema(schema: object, where: str) -> None:
+    """Raise if what templates read of a tool's JSON schema has another type than they expect."""
+    pending = [("", schema)]
+    while pending:
+        path, found = pending.pop()
+        if not isinstance(found, Mapping):
+            if not isinstance(found, bool | None):  # true and false are schemas too
+                raise _bad_schema(where, path, found, "a JSON schema, which is an object")
+            continue
+        kind, properties = found.get("type"), found.get("properties")
+        if not isinstance(kind, str | None) and not _is_texts(kind):
+            raise _bad_schema(where, f"{path}.type", kind, "a string or a list of strings")
+        if not isinstance(properties, Mapping | None):
+            raise _bad_schema(where, f"{path}.properties", properties, "an object of JSON schemas by name")
+        pending += [(f"{path}.properties.{name}", inner) for name, inner in (properties or {}).items()]
+        if isinstance(found.get("items"), Mapping):
+            pending.append((f"{path}.items", found["items"]))
+
+
+def _is_texts(value: object) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return is_list and all(isinstance(text, str) for text in value)  # type: ignore[attr-defined]
+
+
+def _bad_schema(where: str, path: str, found: object, expected: str) -> BadRequest:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    got = names.get(type(found), "a number" if isinstance(found, int | float) else type(found).__name__)
+    return BadRequest(f"{where}: in its schema, {path.lstrip('.')[:256]} is {got}, expected {expected}")

@@ -145,9 +145,8 @@ class SampleOutput:
 
     @property
     def is_thought_out(self) -> bool:
-        """Whether the thoughts have reached their budget."""
-        budget = self._thinking_budget
-        return budget is not None and self._reader.output().num_thought_tokens >= budget
+        """Whether the thoughts have reached their budget. A budget of 0 allows none, so there is nothing to reach."""
+        return bool(self._thinking_budget) and self._reader.output().num_thought_tokens >= (self._thinking_budget or 0)
 
     @property
     def stop_reason(self) -> str | None:

@@ -62,8 +62,7 @@ class Output(Struct, frozen=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     num_malformed: int = 0  # tool calls that could not be parsed and became text
-    num_reasoning_tokens: int = 0  # including the marks around thoughts
-    num_thought_tokens: int = 0  # without the marks, which is what a thinking budget counts
+    num_thought_tokens: int = 0  # between the marks around thoughts, which is what a thinking budget counts
     has_ended: bool = False  # a token or a stop string ended the turn
     stop: str | None = None  # the stop string that ended it
 

@@ -110,7 +110,7 @@ class ChatReader:
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._tool_calls: list[ToolCall] = []
-        self._num_malformed = self._num_reasoning_tokens = self._num_thought_tokens = 0
+        self._num_malformed = self._num_thought_tokens = 0
         self._has_ended = False
         self._is_first = True  # no channel or call so far
         self._space: list[str] = []  # white space that counts only if text follows
@@ -147,10 +147,8 @@ class ChatReader:
                 break
             self._read(token_id)
             self._stops.count_token()
-            if before is not _State.TEXT or self._state is not _State.TEXT:  # most tokens are text, and this runs for each
-                was_reasoning = before in _THINKING
-                self._num_reasoning_tokens += was_reasoning or self.in_reasoning
-                self._num_thought_tokens += was_reasoning and self.in_reasoning
+            if before in _THINKING:
+                self._num_thought_tokens += self.in_reasoning
         return self._take_pieces()
 
     def finish(self) -> list[OutputPiece]:
@@ -168,7 +166,6 @@ class ChatReader:
             reasoning="".join(self._reasoning),
             tool_calls=tuple(self._tool_calls),
             num_malformed=self._num_malformed,
-            num_reasoning_tokens=self._num_reasoning_tokens,
             num_thought_tokens=self._num_thought_tokens,
             has_ended=self._has_ended,
             stop=self._stops.matched,

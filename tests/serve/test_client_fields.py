@@ -7,17 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
-from msgspec import Struct
 
-from culet.errors import UnsupportedError
-from culet.serve.api.anthropic import MessagesRequest
-from culet.serve.api.fields import Refused, refuse_unsupported
-from culet.serve.api.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
-from culet.serve.api.openai.chat import ChatRequest
-from culet.serve.api.openai.completions import CompletionRequest
-from culet.serve.api.openai.responses_protocol import ResponsesRequest
 from tests.serve.conftest import ANSWER
 from tests.serve.running import Running
 
@@ -49,7 +40,7 @@ def test_other_names_of_structured_outputs(tiny: Running, fields: dict[str, Any]
         ({"guided_choice": ["a"], "regex": "b"}, "regex"),
         ({"guided_choice": ["a"], "structured_outputs": {"regex": "b"}}, "guided_choice"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
-        ({"grammar": "root ::= undefined"}, "Rule 'undefined' not found"),
+        ({"grammar": "root ::= undefined"}, "rule 'undefined' not found"),
         ({"bad_words": ["x"]}, "bad_words"),
         ({"allowed_token_ids": [5]}, "allowed_token_ids"),
         ({"use_beam_search": True}, "use_beam_search"),
@@ -148,8 +139,8 @@ def test_other_apis_know_structured_outputs(
     ],
 )
 def test_two_forms(tiny: Running, path: str, fields: dict[str, Any], problem: str) -> None:
-    body = {"messages": HELLO, "input": "Hello", "max_tokens": 4, "regex": "a"}
-    response = tiny.http.post(path, json=body | fields)
+    asked = {"input": "Hello"} if path == "/v1/responses" else {"messages": HELLO}
+    response = tiny.http.post(path, json=asked | {"max_tokens": 4, "regex": "a"} | fields)
     assert (response.status_code, response.json()["error"]["message"]) == (400, problem)
 
 
@@ -159,64 +150,6 @@ def test_stop_sequences_count_beside_stop(fake: Running) -> None:
         fields = {"messages": HELLO, "max_tokens": 64, "stop": stop, "stop_sequences": [sequence]}
         answer = fake.http.post("/v1/messages", json=fields).json()
         assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", first)
-
-
-BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, OllamaChatRequest, OllamaGenerateRequest)
-
-
-@pytest.mark.parametrize("body", [*BODIES, OllamaOptions], ids=lambda body: body.__name__)
-def test_every_refused_field_is_refused(body: type[Struct]) -> None:
-    """The type of a field is enough. No list has to name it."""
-    required: Any = {field.name: None for field in msgspec.structs.fields(body) if field.required}
-    names = [field.name for field in msgspec.structs.fields(body) if field.type == Refused]
-    assert names
-    for name in names:
-        with pytest.raises(UnsupportedError, match=rf"^{name}: not supported"):
-            refuse_unsupported(body(**required, **{name: msgspec.Raw(b'"x"')}))
-
-
-@pytest.mark.parametrize(
-    ("body", "name", "hint"),
-    [
-        (ChatRequest, "enable_thinking", "use chat_template_kwargs.enable_thinking"),
-        (CompletionRequest, "enable_thinking", "omit the field"),
-        (ChatRequest, "thinking", "use thinking_token_budget"),
-        (ChatRequest, "thinking_budget", "use thinking_token_budget"),
-        (ChatRequest, "bad_words", "omit the field"),
-    ],
-)
-def test_a_refusal_names_the_field_to_use(body: type[Struct], name: str, hint: str) -> None:
-    required: Any = {field.name: None for field in msgspec.structs.fields(body) if field.required}
-    with pytest.raises(UnsupportedError) as error:
-        refuse_unsupported(body(**required, **{name: msgspec.Raw(b'"x"')}))
-    assert error.value.hint == hint
-
-
-def test_refused_fields_inside_others() -> None:
-    options = OllamaOptions(tfs_z=msgspec.Raw(b"0.5"))
-    with pytest.raises(UnsupportedError, match=r"^options\.tfs_z: not supported"):
-        refuse_unsupported(OllamaChatRequest(model="gemma", options=options))
-
-
-def test_fields_of_one_api(tiny: Running) -> None:
-    for path, body, name in (
-        (*RESPONSES, "conversation"), (*RESPONSES, "prompt"), (*MESSAGES, "mcp_servers"), (*MESSAGES, "container"),
-    ):  # fmt: skip
-        response = tiny.http.post(path, json={"model": "gemma", **body, name: "x"})
-        assert response.status_code == 400
-        assert name in response.json()["error"]["message"]
-
-
-def test_values_that_change_nothing(fake: Running) -> None:
-    fields = {"min_tokens": 0, "bad_words": [], "use_beam_search": False, "length_penalty": 1.0, "typical_p": 1, "ebnf": None}
-    fields |= {"best_of": 1, "suffix": None, "modalities": ["text"], "audio": None, "skip_special_tokens": True}
-    fields |= {"include_reasoning": True, "enable_thinking": False, "top_n_sigma": -1.0, "documents": [], "echo": False}
-    fields |= {"guided_json": None, "guided_choice": None, "grammar": "", "regex": "", "guided_regex": ""}
-    assert fake.chat(messages=HELLO, **fields).status_code == 200
-    for fields in ({"best_of": 2}, {"suffix": "x"}, {"min_tokens": 3}):
-        response = fake.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, **fields})
-        assert response.status_code == 400
-        assert next(iter(fields)) in response.json()["error"]["message"]
 
 
 # Answers that continue a message
@@ -239,6 +172,78 @@ def test_continue_the_last_message(tiny: Running, encode: Callable[[str], list[i
     assert tiny.chat(messages=parts, **fields).json()["choices"] == answer["choices"]
     body = {"messages": said, "add_generation_prompt": False, "continue_final_message": True}
     assert tiny.http.post("/tokenize", json=body).json()["tokens"] == prompt
+
+
+PARTS = ["Once ", "upon", " a"]
+
+
+def test_the_parts_of_a_continued_message_are_one_text(tiny: Running, encode: Callable[[str], list[int]]) -> None:
+    """Gemma's template trims each part, which would lose the spaces between them."""
+    prompt = encode("<bos><|turn>user\nHello<turn|>\n<|turn>model\nOnce upon a")
+    messages = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": text} for text in PARTS]}]
+    body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+    assert tiny.http.post("/tokenize", json=body).json()["tokens"] == prompt
+    assert tiny.http.post("/v1/messages/count_tokens", json={"messages": messages}).json() == {"input_tokens": len(prompt)}
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages[-1]["content"].append(picture)
+    response = tiny.http.post("/tokenize", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "continue_final_message"
+
+
+def person(server: Running, path: str, begun: str, **fields: Any) -> tuple[int, str]:
+    """Return the status and the text of an answer that continues `begun` and has the form of PERSON together with it."""
+    messages = [*HELLO, {"role": "assistant", "content": begun}]
+    forms: dict[str, Any] = {
+        "/v1/chat/completions": {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": PERSON, "strict": True}},
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+        },
+        "/v1/messages": {"output_config": {"format": {"type": "json_schema", "schema": PERSON}}},
+        "/api/chat": {"format": PERSON, "model": "gemma", "stream": False, "options": {"num_predict": 600}},
+    }
+    limit = {} if path == "/api/chat" else {"max_tokens": 600}
+    response = server.http.post(path, json={"messages": messages, **limit, **forms[path], **fields})
+    answer = response.json()
+    if response.status_code != 200:
+        return response.status_code, answer["error"] if isinstance(answer["error"], str) else answer["error"]["message"]
+    if path == "/v1/messages":
+        return 200, "".join(block["text"] for block in answer["content"])
+    message = answer["message"] if path == "/api/chat" else answer["choices"][0]["message"]
+    return 200, message["content"]
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+@pytest.mark.parametrize("begun", ["{", '{"name": "A', '  {"name":"\u00e9", "age": ', '{"name": "x", "age": 5}'])
+def test_a_form_holds_for_the_text_and_its_continuation(tiny: Running, path: str, begun: str) -> None:
+    status, text = person(tiny, path, begun)
+    assert status == 200, text
+    document = json.loads(begun + text)
+    assert sorted(document) == ["age", "name"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+def test_a_text_that_cannot_become_the_form(tiny: Running, path: str) -> None:
+    status, problem = person(tiny, path, "Sure, here it is: ")
+    assert status == 400
+    assert "the last message, which the answer continues, is not the beginning of such a document" in problem
+
+
+def test_a_document_that_has_begun_is_not_a_call(tiny: Running) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    _, text = person(tiny, "/v1/chat/completions", '{"name": "', tools=tools)
+    assert sorted(json.loads('{"name": "' + text)) == ["age", "name"]
+    _, text = person(tiny, "/v1/chat/completions", '{"name": "', chat_template_kwargs={"enable_thinking": True})
+    assert sorted(json.loads('{"name": "' + text)) == ["age", "name"]
 
 
 @pytest.mark.parametrize("space", [" ", "\n", "\n\n  ", "\t"])
@@ -296,6 +301,13 @@ def test_max_tokens_beyond_the_context(scripted: Callable[..., Running]) -> None
     with scripted(settings={"clamp_max_tokens": True}) as server:
         assert server.chat(messages=HELLO, max_tokens=10**6).status_code == 200
         assert server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 10**6}).status_code == 200
+
+
+def test_top_p_of_zero_is_greedy(tiny: Running) -> None:
+    """OpenAI's API accepts it."""
+    answers = [tiny.chat(messages=HELLO, max_tokens=12, **fields).json() for fields in ({"top_p": 0}, {"temperature": 0})]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert tiny.chat(messages=HELLO, top_p=-0.1).json()["error"]["param"] == "top_p"
 
 
 # Small endpoints

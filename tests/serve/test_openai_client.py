@@ -284,7 +284,7 @@ def test_the_second_chat_reuses_the_system_turn_of_the_first(tiny: Running, firs
     """Answers of Ollama's API do not say what was found, so what it leaves is found through another."""
     for api, question in ((first, "Why is the sky blue?"), (second, "How old is the wheel?")):
         path, fields, messages = CHATS[api]
-        limit = {"max_output_tokens": 2} if api == "responses" else {"max_tokens": 2}
+        limit = {"responses": {"max_output_tokens": 2}, "ollama": {}}.get(api, {"max_tokens": 2})
         body = {"model": "gemma", **limit, **fields, messages: [*fields[messages], {"role": "user", "content": question}]}
         # Each case has a system message of its own, so that it cannot find what another one has left.
         response = tiny.http.post(path, json=json.loads(json.dumps(body).replace("You cut", f"{first} cuts")))

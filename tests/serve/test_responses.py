@@ -33,6 +33,34 @@ def test_create(fake: Running) -> None:
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
 
 
+TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "cut_after", "statuses"),
+    [
+        ("<|channel>thought\nHm.<channel|>Well, well, well.<turn|>", "well", ["completed", "incomplete"]),
+        ("<|channel>thought\nHm, let me see.<channel|>Well.<turn|>", "let", ["incomplete"]),
+        ("<|channel>thought\nHm.<channel|>Well.<turn|>", "<turn|>", ["completed", "completed"]),
+        ('Well.<|tool_call>call:f{a:<|"|>long text<|"|>}<tool_call|><turn|>', "long", ["completed", "incomplete"]),
+    ],
+    ids=["text", "thought", "nothing", "call"],
+)
+def test_the_item_that_was_cut_is_incomplete(
+    scripted: Callable[..., Running], encode: Callable[[str], list[int]], answer: str, cut_after: str, statuses: list[str]
+) -> None:
+    num_tokens = len(encode(answer[: answer.index(cut_after) + len(cut_after)]))
+    body = {"input": "Hello", "max_output_tokens": num_tokens, "tools": TOOLS}
+    with scripted(answer) as server:
+        whole = server.http.post("/v1/responses", json=body).json()
+        stream = server.http.post("/v1/responses", json={**body, "stream": True}).text
+    events = [json.loads(line.removeprefix("data: ")) for line in stream.splitlines() if line.startswith("data: ")]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item["status"] for item in whole["output"]] == statuses
+    assert [item["status"] for item in done] == [item["status"] for item in events[-1]["response"]["output"]] == statuses
+    assert whole["status"] == events[-1]["response"]["status"] == statuses[-1]
+
+
 def test_streaming_gives_the_same(fake: Running) -> None:
     events = list(fake.openai().responses.create(model="gemma", input=[{"role": "user", "content": "Hello"}], stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))

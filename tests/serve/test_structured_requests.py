@@ -203,7 +203,8 @@ def test_an_error_names_the_field(tiny: Running, fields: dict[str, Any], param: 
 )
 def test_an_error_names_the_field_of_other_apis(tiny: Running, path: str, fields: dict[str, Any], name: str) -> None:
     asked = {"/v1/responses": {"input": "Hello"}, "/v1/completions": {"prompt": "Hello"}}.get(path, {"messages": HELLO})
-    response = tiny.http.post(path, json={"model": "gemma", "max_tokens": 4} | asked | fields)
+    limit = {} if path == "/api/chat" else {"max_tokens": 4}
+    response = tiny.http.post(path, json={"model": "gemma"} | limit | asked | fields)
     error = response.json()["error"]
     assert response.status_code == 400
     assert (error if path == "/api/chat" else error["message"]).startswith(f"{name}: ")
@@ -253,3 +254,62 @@ def test_a_schema_that_takes_minutes_to_compile(tiny: Running) -> None:
     assert all(cpu_s(pid) - before < 0.2 for pid, before in idle.items()), "a worker still compiles"
     assert ask(tiny, response_format=FORMAT).finish_reason == "stop"
     tiny.check_well()
+
+
+def tool_of(schema: Any) -> Any:
+    return [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        (
+            {"tools": tool_of({"type": "object", "properties": [1]})},
+            "tools[0]: in its schema, properties is a list, expected an object of JSON schemas by name",
+        ),
+        (
+            {"tools": tool_of({"properties": {"a": {"items": {"properties": "b"}}}})},
+            "tools[0]: in its schema, properties.a.items.properties is a string, expected an object of JSON schemas by name",
+        ),
+        (
+            {"tools": tool_of({"properties": {"a": 5}})},
+            "tools[0]: in its schema, properties.a is a number, expected a JSON schema, which is an object",
+        ),
+        (
+            {"tools": tool_of({"properties": {"a": {"type": 5}}})},
+            "tools[0]: in its schema, properties.a.type is a number, expected a string or a list of strings",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type: got 'web_search', expected function"),
+        ({"tool_choice": "sometimes"}, "tool_choice: got 'sometimes', expected one of: auto, none, required"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "odd"}]}]},
+            "messages[0].content[0].type: got 'odd', expected one of: text, image_url, video_url, audio_url, input_audio, file",
+        ),
+        (
+            {"chat_template": "{% if %}"},
+            "chat_template: not supported (hint: the server sets the template with --chat-template)",
+        ),
+        ({"guided_regex": "("}, "guided_regex: invalid regex: unclosed group"),
+        ({"guided_grammar": "start: nothing"}, 'guided_grammar: line 1, column 8: unknown name: "nothing"'),
+        (
+            {"guided_grammar": 'start: "a" )'},
+            "guided_grammar: line 1, column 12: expecting rule, token or statement",
+        ),
+        (
+            {"structured_outputs": {"json": {"not": {"const": 1}}}},
+            'structured_outputs.json: these keywords cannot be enforced: "not"',
+        ),
+        ({"guided_json": {"$ref": "#/nope"}}, "guided_json: the reference '#/nope' points to nothing"),
+        ({"guided_json": {"$ref": "http://x.org"}}, "guided_json: the reference 'http://x.org' points to another document"),
+        ({"guided_json": {"type": "string", "pattern": "("}}, "guided_json: invalid regex: unclosed group"),
+    ],
+)
+def test_errors_are_plain(fake: Running, fields: dict[str, Any], problem: str) -> None:
+    """They name the field and the problem, and show nothing of the grammar that Culet makes of it."""
+    response = fake.chat(**{"messages": HELLO, **fields})
+    assert (response.status_code, response.json()["error"]["message"]) == (400, problem)
+
+
+@pytest.mark.parametrize("schema", [{"properties": {"a": True, "b": {"type": ["string", "null"], "required": True}}}, {}, None])
+def test_schemas_that_templates_can_show(fake: Running, schema: Any) -> None:
+    assert fake.chat(messages=HELLO, tools=tool_of(schema)).status_code == 200

@@ -11,7 +11,6 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from culet.errors import BadRequest, CuletError, UnsupportedError
 from culet.serve.api.anthropic_blocks import (
@@ -32,18 +31,19 @@ from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of
 from culet.serve.api.fields import (
     Count,
     Effort,
-    Refused,
     SamplingFields,
     Schema,
     StopText,
+    TemplateOptions,
     Text,
     ToolName,
     check_single,
     sampling_params,
     thinking_of,
 )
+from culet.serve.api.refused import Refused
 from culet.serve.generation import Generation
-from culet.serve.http_errors import reply_to
+from culet.serve.http_errors import error_body, reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
 from culet.structured.forms import SchemaText, schema_form
@@ -52,15 +52,7 @@ from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPi
 from culet.types import GrammarSpec
 
 ENDPOINT = "/v1/messages"
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+_THOUGHT_EDIT = "clear_thinking_"  # templates drop the thoughts of past turns in any case, and Claude Code asks for it
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -107,6 +99,16 @@ class OutputConfig(Struct):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # sets the server's thinking budget for this level
 
 
+class ContextEdit(Struct):
+    """A change of the conversation before the model sees it."""
+
+    type: Annotated[str, Meta(max_length=256)]
+
+
+class ContextManagement(Struct):
+    edits: Annotated[list[ContextEdit], Meta(max_length=64)] = []
+
+
 class Conversation(SamplingFields, kw_only=True):
     """The body of POST /v1/messages/count_tokens, and the base of MessagesRequest.
 
@@ -118,6 +120,7 @@ class Conversation(SamplingFields, kw_only=True):
     tools: Annotated[list[AnthropicTool], Meta(max_length=4096)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingChoice | None = None
+    chat_template_kwargs: TemplateOptions | None = None
 
 
 class MessagesRequest(Conversation, kw_only=True):
@@ -130,9 +133,7 @@ class MessagesRequest(Conversation, kw_only=True):
     output_format: OutputFormat | None = None
     mcp_servers: Refused = UNSET
     container: Refused = UNSET
-    continue_final_message: Refused = UNSET
-    reasoning_effort: Refused = UNSET
-    reasoning: Refused = UNSET
+    context_management: ContextManagement | None = None
     constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
     unmarked_tool_calls: bool | None = None  # calls of declared tools count without the tokens around them
 
@@ -169,18 +170,15 @@ class TokenCount(Struct):
 
 async def messages(service: Service, request: Request) -> Response:
     """Answer a conversation. With `stream`, send the answer as server-sent events."""
-    try:
-        body = await read_body(service, request, MessagesRequest)
-        model = service.check_model(body.model)
-        origin = origin_of(request, cache_salt=body.cache_salt)
-        prepared = await _prepare(service, body)
-        open_generation = partial(prepared.open, ENDPOINT, origin)
-        if body.stream:
-            writer = _Writer(model)
-            return _AnthropicStream(service, [open_generation], writer.write, end=writer.end, write_error=_error_event)
-        (generation,) = await run_all(request, [open_generation])
-    except CuletError as error:
-        return _error_response(error)
+    body = await read_body(service, request, MessagesRequest)
+    model = service.check_model(body.model)
+    origin = origin_of(request, cache_salt=body.cache_salt)
+    prepared = await _prepare(service, body)
+    open_generation = partial(prepared.open, ENDPOINT, origin)
+    if body.stream:
+        writer = _Writer(model)
+        return EventStream(service, [open_generation], writer.write, end=writer.end, write_error=_error_event)
+    (generation,) = await run_all(request, [open_generation])
     sample = generation.samples[0]
     output = sample.output()
     reason, stop = _stop_of(sample.finish_reason, output)
@@ -191,23 +189,28 @@ async def messages(service: Service, request: Request) -> Response:
 
 async def count_tokens(service: Service, request: Request) -> Response:
     """Count the tokens of a conversation as the model would see it."""
-    try:
-        body = await read_body(service, request, Conversation)
-        service.check_model(body.model)
-        choice = body.tool_choice
-        tools = [] if choice is not None and choice.type == "none" else _tools(body)
-        await check_chat(service, body.messages, tools)
-        messages = _openai_messages(body)
-        prompt = await service.prompts.encode_chat(
-            messages, tools=tools or None, enable_thinking=_thinking(body), continued=prefilled(messages[-1])
-        )
-    except CuletError as error:
-        return _error_response(error)
+    body = await read_body(service, request, Conversation)
+    service.check_model(body.model)
+    choice = body.tool_choice
+    tools = [] if choice is not None and choice.type == "none" else _tools(body)
+    await check_chat(service, body.messages, tools)
+    messages = _openai_messages(body)
+    prompt = await service.prompts.encode_chat(
+        messages,
+        tools=tools or None,
+        enable_thinking=_thinking(body),
+        options=_template_options(body).variables(),
+        continued=prefilled(messages[-1]),
+    )
     return json_response(TokenCount(len(prompt.token_ids)))
 
 
 async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
     check_single(body)
+    for index, edit in enumerate(body.context_management.edits if body.context_management is not None else ()):
+        if not edit.type.startswith(_THOUGHT_EDIT):
+            problem = f"context_management.edits[{index}].type: got {edit.type!r}, which is not supported"
+            raise UnsupportedError(problem, hint="omit it, and send the messages that the model should see")
     config = body.output_config or OutputConfig()
     effort: Effort | None = "xhigh" if config.effort == "max" else config.effort
     budget = body.thinking.budget_tokens if body.thinking is not None else None
@@ -235,6 +238,7 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
         unmarked_tool_calls=body.unmarked_tool_calls,
         single_call=choice is not None and choice.disable_parallel_tool_use,
         enable_thinking=_thinking(body),
+        options=_template_options(body).variables(),
         continued=prefilled(messages[-1]),
         clamp=True,  # clients must always send max_tokens, so they send large ones
     )
@@ -250,7 +254,12 @@ def _form(body: MessagesRequest, config: OutputConfig) -> GrammarSpec | None:
 
 
 def _thinking(body: Conversation) -> bool | None:
-    return None if body.thinking is None else body.thinking.type != "disabled"
+    asked = _template_options(body).enable_thinking
+    return asked if body.thinking is None or asked is not None else body.thinking.type != "disabled"
+
+
+def _template_options(body: Conversation) -> TemplateOptions:
+    return body.chat_template_kwargs or TemplateOptions()
 
 
 def _tools(body: Conversation) -> list[dict[str, Any]]:
@@ -319,7 +328,7 @@ def _from_model(blocks: Sequence[Block], where: str) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     if texts or not calls:
-        message["content"] = "\n".join(texts)
+        message["content"] = "".join(texts)  # they are parts of one answer
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     return message
@@ -420,36 +429,8 @@ class _Writer:
         return b"".join([*self._close(), last, _event("message_stop")])
 
 
-# Errors in Anthropic's format
-
-
-def _error_body(error: CuletError) -> tuple[int, dict[str, Any]]:
-    reply = reply_to(error)
-    kind = _ERROR_TYPES.get(reply.status, "invalid_request_error" if reply.status < 500 else "api_error")
-    return reply.status, {"type": "error", "error": {"type": kind, "message": reply.message}}
-
-
-def _error_response(error: CuletError) -> Response:
-    status, body = _error_body(error)
-    response = json_response(body, status)
-    if status in (429, 503):
-        response.headers["retry-after"] = str(reply_to(error).retry_after_s)
-    return response
-
-
 def _error_event(error: CuletError) -> bytes:
-    _, body = _error_body(error)
-    return b"event: error\ndata: " + encoder.encode(body) + b"\n\n"
-
-
-class _AnthropicStream(EventStream):
-    """An EventStream whose errors before the first event are in Anthropic's format."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except CuletError as error:
-            await _error_response(error)(scope, receive, send)
+    return b"event: error\ndata: " + error_body(reply_to(error), ENDPOINT) + b"\n\n"
 
 
 ENDPOINTS = (

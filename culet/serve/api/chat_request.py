@@ -22,7 +22,7 @@ from culet.serve.service import Service
 from culet.structured.check import Form
 from culet.structured.tool_grammar import ToolForm, tool_form
 from culet.text.output import chat_output
-from culet.types import GrammarSpec, SamplingParams
+from culet.types import MAX_GRAMMAR_CHARS, GrammarSpec, SamplingParams
 
 _OPEN_CALL = "<|tool_call>"
 _FORBID = -100.0  # a bias that rules a token out
@@ -99,8 +99,8 @@ async def prepare(
 
     `tool_choice` is auto, none, required, or `=NAME` for the tool that must be called. With `constrain_tool_calls`, or if the
     server says so, the calls of `auto` are held to the tools. `unmarked_tool_calls` also accepts calls without the tokens
-    around them. `continued` is the text of the last message if the answer continues it. With `clamp`, a `max_tokens` that
-    exceeds the context is lowered.
+    around them. `continued` is the text of the last message if the answer continues it. A form then holds for both together.
+    With `clamp`, a `max_tokens` that exceeds the context is lowered.
     """
     service.require_ready()
     await check_chat(service, messages, tools)
@@ -111,11 +111,13 @@ async def prepare(
         raise BadRequest("tool_choice: got 'required', but the request has no tools")
     offered = () if tool_choice == "none" else tools
     document = None if params.structured_outputs is None else params.structured_outputs.spec()
+    if document is not None and continued is not None:
+        document = _continue_document(document, continued)
     form = _form(document, offered, tool_choice, single_call)
     if form is not None:  # before rendering, because a refusal is cheap and a known grammar does not wait
         thinking = service.settings.enable_thinking if enable_thinking is None else enable_thinking
         spec = await service.grammars.admit(form)
-        params = replace(params, structured_outputs=replace(spec, after_thought=thinking))
+        params = replace(params, structured_outputs=replace(spec, after_thought=thinking and continued is None))
     elif offered and (service.settings.constrain_tool_calls if constrain_tool_calls is None else constrain_tool_calls):
         params = replace(params, structured_outputs=await _call_grammar(service, offered))
     calls_hold = isinstance(form, ToolForm) or (form is None and params.structured_outputs is not None)
@@ -153,13 +155,20 @@ def prefilled(message: Mapping[str, Any]) -> str | None:
     return text if message["role"] == "assistant" and "tool_calls" not in message and is_text else None
 
 
+def _continue_document(document: GrammarSpec, continued: str) -> GrammarSpec:
+    """Return the same form for an answer that continues a text."""
+    if len(continued) > MAX_GRAMMAR_CHARS:
+        raise BadRequest(f"messages: a document that the answer continues has at most {MAX_GRAMMAR_CHARS} characters")
+    return replace(document, prefix=continued.lstrip())  # templates trim the beginning
+
+
 def _form(document: GrammarSpec | None, tools: Sequence[Mapping[str, Any]], tool_choice: str, single_call: bool) -> Form | None:
     """Return the form of the answer, which is tool calls if they are required. Otherwise it is `document`, or calls if allowed.
 
     Tools are not expanded to a grammar here, because that takes long.
     """
     is_required = tool_choice == "required" or tool_choice.startswith("=")
-    if not is_required and (document is None or not tools or document.kind == "lark"):
-        return document  # a client's own grammar decides everything
+    if not is_required and (document is None or not tools or document.kind == "lark" or document.prefix):
+        return document  # a client's own grammar decides everything, and a document that has begun is not a call
     name = tool_choice[1:] if tool_choice.startswith("=") else None
     return tool_form(tools, name=name, one_call=single_call, document=None if is_required else document)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, inspect
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,6 +26,7 @@ encoder = msgspec.json.Encoder()
 _decoders: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
 SMALL_BODY = 64 << 10  # decoded at once, whatever is in it
 _MAX_PROBLEM_CHARS = 500  # of an error message, which may quote the client's own text
+_OTHER_VALUE = re.compile(r"invalid (?:enum )?value (.*)", re.DOTALL)
 # The decoder holds the GIL, so two at a time would only stop the event loop for longer.
 decoding_thread = ThreadPoolExecutor(1, "decode")
 
@@ -71,12 +74,43 @@ def decode(kind: type[T], body: bytes | bytearray) -> T:
     except msgspec.ValidationError as error:
         problem, _, place = str(error).partition(" - at `")
         path = place.rstrip("`").removeprefix("$").removeprefix(".")
-        raise BadRequest(f"{path or 'body'}: {problem[:1].lower()}{problem[1:_MAX_PROBLEM_CHARS]}") from None
+        problem = f"{problem[:1].lower()}{problem[1:_MAX_PROBLEM_CHARS]}"
+        if (value := _OTHER_VALUE.match(problem)) is not None and (choices := _choices_at(kind, path)):
+            problem = f"got {value[1]}, expected {'one of: ' if len(choices) > 1 else ''}{', '.join(choices)}"
+        raise BadRequest(f"{path or 'body'}: {problem}") from None
     except (msgspec.DecodeError, UnicodeError) as error:
         raise BadRequest(f"body: not valid JSON: {error}") from None
     except RecursionError:
         raise BadRequest("body: the JSON is nested too deeply") from None
     return request
+
+
+def _choices_at(kind: type[Struct], path: str) -> list[str]:
+    """Return the values that a field accepts, if they are a fixed set. `path` is such as `tools[0].type`."""
+    types: list[Any] = [_type_info(kind)]
+    names = re.findall(r"[^.\[\]]+", path)
+    for number, name in enumerate(names):
+        types = _members(types)
+        structs = [found for found in types if isinstance(found, inspect.StructType)]
+        is_last = number == len(names) - 1
+        tags = [str(found.tag) for found in structs if found.tag_field == name and found.tag is not None]
+        if is_last and tags:
+            return tags
+        lists = [found.item_type for found in types if isinstance(found, inspect.ListType) and name.isdecimal()]
+        types = lists + [field.type for found in structs for field in found.fields if field.encode_name == name]
+    return [str(value) for found in _members(types) if isinstance(found, inspect.LiteralType) for value in found.values]
+
+
+def _members(types: Sequence[Any]) -> list[Any]:
+    """Return types without unions and annotations."""
+    found: list[Any] = []
+    for entry in types:
+        inner = entry.type if isinstance(entry, inspect.Metadata) else entry
+        found += _members(inner.types) if isinstance(inner, inspect.UnionType) else [inner]
+    return found
+
+
+_type_info = cache(inspect.type_info)
 
 
 def json_response(answer: object, status: int = 200) -> Response:

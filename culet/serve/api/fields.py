@@ -1,7 +1,7 @@
 """Field types of the request structs, and the sampling fields that OpenAI's APIs share.
 
 Every list, text and number has a fixed bound here. `Limits` sets tighter ones. Unknown fields are ignored, as in OpenAI's own
-servers. Unsupported fields that would change the answer are refused by name.
+servers. Unsupported fields that would change the answer are refused by name (`refused`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple
 
-import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import Meta, Raw, Struct
 
 from culet.errors import BadRequest, UnsupportedError
 from culet.media.parts import MediaOptions
+from culet.serve.api.refused import UnsupportedFields, refuse_unsupported
 from culet.serve.service import Service
-from culet.structured.forms import FormAliases, ResponseFormat, StructuredFields, form_of
+from culet.structured.forms import ResponseFormat, StructuredFields, form_of
 from culet.thinking import read_thinking_budgets
 from culet.types import MAX_SEED, GrammarSpec, SamplingParams
 
@@ -30,7 +30,7 @@ Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 CountOrNone = Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
-Share = Annotated[float, Meta(gt=0.0, le=1.0)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
@@ -118,105 +118,15 @@ class StreamOptions(Struct):
     repeat_tool_call_ids: bool | None = None  # the id and the name of a tool call are in each part of it
 
 
-Refused = Annotated[Raw, Meta(extra_json_schema={"enum": [None]})] | UnsetType
-# Values that change nothing, as JSON: for most fields, and for some of them.
-_NEUTRAL = (b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""', b"-1", b"-1.0")
-_NEUTRAL_OF = {
-    "length_penalty": (b"null", b"1", b"1.0"),
-    "best_of": (b"null", b"0", b"1"),
-    "modalities": (b"null", b"[]", b'["text"]'),
-    "function_call": (b"null", b'""', b'"none"', b'"auto"'),
-    "typical_p": (b"null", b"1", b"1.0"),
-    "tfs_z": (b"null", b"1", b"1.0"),
-    "repeat_penalty": (b"null", b"1", b"1.0"),
-    "skip_special_tokens": (b"null", b"true"),
-    "include_reasoning": (b"null", b"true"),
-    "prompt_logprobs": (b"null",),
-    "thinking_budget": (b"null",),
-}
-# Supported fields that do the same as a refused one.
-_INSTEAD = {
-    "enable_thinking": "chat_template_kwargs.enable_thinking",
-    "thinking": "thinking_token_budget",
-    "thinking_budget": "thinking_token_budget",
-}
+class TemplateOptions(Struct, forbid_unknown_fields=True):
+    """Variables of the chat template."""
 
+    enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
 
-class UnsupportedFields(FormAliases, kw_only=True):
-    """Fields of other servers that would change the answer. They are refused by name, unless the value has no effect.
-
-    The class derives from FormAliases only because a Struct cannot have two bases.
-    """
-
-    allowed_token_ids: Refused = UNSET
-    bad_words: Refused = UNSET
-    best_of: Refused = UNSET
-    suffix: Refused = UNSET
-    use_beam_search: Refused = UNSET
-    length_penalty: Refused = UNSET
-    typical_p: Refused = UNSET
-    tfs_z: Refused = UNSET
-    repeat_penalty: Refused = UNSET
-    no_repeat_ngram_size: Refused = UNSET
-    n_predict: Refused = UNSET
-    structural_tag: Refused = UNSET
-    guided_whitespace_pattern: Refused = UNSET
-    top_a: Refused = UNSET
-    top_n_sigma: Refused = UNSET
-    smoothing_factor: Refused = UNSET
-    epsilon_cutoff: Refused = UNSET
-    eta_cutoff: Refused = UNSET
-    samplers: Refused = UNSET
-    mirostat: Refused = UNSET
-    dry_multiplier: Refused = UNSET
-    xtc_probability: Refused = UNSET
-    dynatemp_range: Refused = UNSET
-    logits_processors: Refused = UNSET
-    custom_logit_processor: Refused = UNSET
-    lora_path: Refused = UNSET
-    min_new_tokens: Refused = UNSET
-    max_new_tokens: Refused = UNSET
-    stop_regex: Refused = UNSET
-    no_stop_trim: Refused = UNSET
-    include_stop_str_in_output: Refused = UNSET
-    skip_special_tokens: Refused = UNSET
-    prompt_logprobs: Refused = UNSET
-    n_probs: Refused = UNSET
-    enable_thinking: Refused = UNSET  # in chat_template_kwargs, it is supported
-    include_reasoning: Refused = UNSET
-    thinking_budget: Refused = UNSET
-    documents: Refused = UNSET
-    truncate_prompt_tokens: Refused = UNSET
-    ebnf: Refused = UNSET
-    json_schema: Refused = UNSET
-    modalities: Refused = UNSET
-    audio: Refused = UNSET
-    web_search_options: Refused = UNSET
-    functions: Refused = UNSET  # OpenAI's tools before there were `tools`
-    function_call: Refused = UNSET
-
-
-def refuse_unsupported(fields: Struct, prefix: str = "") -> None:
-    """Raise if a `Refused` field, here or in a struct inside, has a value that would change the answer."""
-    refused = _refused_names(type(fields))
-    for name in fields.__struct_fields__:
-        value = getattr(fields, name)
-        if name in refused:
-            if value is not UNSET and memoryview(value) not in _NEUTRAL_OF.get(name, _NEUTRAL):
-                raise UnsupportedError(f"{prefix}{name}: not supported", hint=_hint_for(name, fields))
-        elif isinstance(value, Struct):
-            refuse_unsupported(value, f"{prefix}{name}.")
-
-
-def _hint_for(name: str, fields: Struct) -> str:
-    """Return what to do about a refused field: use the field that does the same, if these `fields` have it."""
-    other = _INSTEAD.get(name, "")
-    return f"use {other}" if other.partition(".")[0] in fields.__struct_fields__ else "omit the field"
-
-
-@cache
-def _refused_names(cls: type[Struct]) -> frozenset[str]:
-    return frozenset(field.name for field in msgspec.structs.fields(cls) if field.type == Refused)
+    def variables(self) -> dict[str, Any] | None:
+        """Return those that only the template reads."""
+        return {"preserve_thinking": True} if self.preserve_thinking else None
 
 
 class SamplingFields(UnsupportedFields, kw_only=True):
@@ -292,7 +202,7 @@ def sampling_params(
 
     `more_stops`, `thinking_budget` and `form` come from fields that not all APIs have.
     """
-    refuse_unsupported(fields)
+    refuse_unsupported(fields, thinks=service.settings.enable_thinking)
     limits = service.limits
     stop = [*([fields.stop] if isinstance(fields.stop, str) else fields.stop or ()), *more_stops]
     n = fields.n or 1

@@ -16,8 +16,8 @@ from culet.errors import BadRequest
 from culet.serve.answers.parts import BigAnswer, Part
 from culet.serve.api.chat_request import check_chat
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body
-from culet.serve.api.fields import MediaFields, Text, TokenId
-from culet.serve.api.openai.chat import Message, TemplateOptions, Tool, continued_text, tool_fields
+from culet.serve.api.fields import MediaFields, TemplateOptions, Text, TokenId
+from culet.serve.api.openai.chat import Message, Tool, continued, tool_fields
 from culet.serve.service import Service
 from culet.text.tokenizer import IncrementalDecoder, Tokenizer, check_token_ids, no_tokenizer
 
@@ -89,15 +89,16 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 async def _tokenize(service: Service, body: TokenizeRequest) -> Response:
     if body.messages is not None:
-        options = body.chat_template_kwargs
+        options = body.chat_template_kwargs or TemplateOptions()
         tools = [tool_fields(tool) for tool in body.tools or ()]
         await check_chat(service, body.messages, tools)
         prompt = await service.prompts.encode_chat(
             body.messages,
             tools=tools or None,
-            enable_thinking=options.enable_thinking if options is not None else None,
+            enable_thinking=options.enable_thinking,
             add_generation_prompt=body.add_generation_prompt,
-            continued=continued_text(body.messages, body.add_generation_prompt) if body.continue_final_message else None,
+            options=options.variables(),
+            continued=continued(body.messages, body.add_generation_prompt) if body.continue_final_message else None,
             media=(body.mm_processor_kwargs or MediaFields()).options(),
         )
         tokens = prompt.token_ids

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from culet.limits import Limits
 from culet.serve.http.intake import BODY, IncomingBody, Intake
-from culet.serve.http_errors import HttpError, openai_body, reply_to
+from culet.serve.http_errors import HttpError, error_body, reply_to
 from culet.serve.streams import ABORT, HALF_CLOSED
 
 _SLICE_BYTES = 16 << 10  # what the parser gets at once
@@ -373,7 +373,7 @@ class BoundedProtocol(HttpToolsProtocol):
 def _reply(error: HttpError) -> bytes:
     """Return a whole response, for a request that never reached the middleware."""
     reply = reply_to(error)
-    body = openai_body(reply)
+    body = error_body(reply)
     retry = b"retry-after: %d\r\n" % reply.retry_after_s if reply.retry_after_s is not None else b""
     head = b"HTTP/1.1 %d %s\r\n" % (reply.status, HTTPStatus(reply.status).phrase.encode())
     fields = b"content-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n" % (len(body), retry)

@@ -14,6 +14,7 @@ from culet.line_process import Stopper
 from culet.media.parts import MediaOptions, TakenMedia, count_bytes, take_media
 from culet.media.prompt import ExpandedPrompt, expand_prompt
 from culet.media.reader import MediaReader
+from culet.text.messages import with_text
 from culet.text.template import Chat, ChatTemplate
 from culet.text.text_queue import SHORT_BYTES, TextQueue, request_bytes
 from culet.text.tokenizer import Tokenizer
@@ -63,7 +64,8 @@ class PromptEncoder:
         limit = self._max_len()
 
         def take(stopper: Stopper) -> TakenMedia:
-            taken = take_media(_plain(messages), media)
+            given: Any = _plain(messages)
+            taken = take_media(given if continued is None else with_text(given, continued), media)
             self._media.check(taken.sources)
             return taken
 

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings_of(llm: LLM) -> list[SamplingParams]:
     """Return settings with calls, budgets, both, a least length, and none of them. Biases open calls and thoughts."""
-    ids = [llm.get_tokenizer().token_id(name) for name in ("<|tool_call>", "<|channel>", "<channel|>", "<turn|>")]
+    ids = [llm.engine.tokenizer.token_id(name) for name in ("<|tool_call>", "<|channel>", "<channel|>", "<turn|>")]
     opens, thinks, thought, ends = [token_id for token_id in ids if token_id is not None]
     given: list[dict[str, Any]] = [
         {"logit_bias": {opens: 11.0}},

@@ -374,7 +374,7 @@ def test_names_of_vllm(llm: LLM) -> None:
     token_ids = list(result.prompt_token_ids)
     for given in ({"prompt_token_ids": token_ids}, {"prompt": "hello world"}, [{"prompt_token_ids": token_ids}]):
         assert llm.generate(given, params)[0].token_ids == result.token_ids
-    assert llm.get_tokenizer().decode(result.token_ids) == result.text
+    assert llm.get_tokenizer().decode(result.token_ids, skip_special_tokens=True) == result.text
     for bad in ({"text": "x"}, {"prompt": "x", "prompt_embeds": []}):
         with pytest.raises(BadRequest, match="expected prompt or prompt_token_ids"):
             llm.generate([bad], params)

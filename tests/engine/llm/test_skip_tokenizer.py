@@ -65,6 +65,7 @@ def test_text_is_refused(llm: LLM) -> None:
         lambda: llm.chat([{"role": "user", "content": "Hello"}], GREEDY),
         lambda: llm.generate(PROMPT, SamplingParams(stop="end")),
         lambda: llm.generate(PROMPT, SamplingParams(structured_outputs={"regex": "[0-9]+"})),
+        lambda: llm.generate(PROMPT, SamplingParams(thinking_token_budget=5)),
         lambda: llm.get_tokenizer().encode("Hello"),
     ):
         with pytest.raises(BadRequest, match="the tokenizer was not loaded"):

@@ -182,7 +182,7 @@ def test_cancel_while_compiling_and_bad_schemas(llm: LLM) -> None:
         engine.step()
     engine.step()
     assert llm.generate("A", params({"const": "good"}, 1)).pop().text == '"good"'
-    with pytest.raises(BadRequest, match=r"prompt 1: structured_outputs\.json: Invalid type"):
+    with pytest.raises(BadRequest, match=r"prompt 1: structured_outputs\.json: invalid type"):
         llm.generate(["A", "B"], [SamplingParams(max_tokens=1), params({"type": "strin"}, 1)])
     endless = {"allOf": [{"type": "integer", "multipleOf": number} for number in (9973, 9967, 9949, 9941)]}
     with pytest.raises(BadRequest, match="compiling it took more than"):

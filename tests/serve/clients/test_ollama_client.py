@@ -165,12 +165,13 @@ def test_options_reach_the_sampler(tiny: Running) -> None:
 )
 def test_fields_that_would_change_the_answer_are_refused(fake: Running, fields: dict[str, Any], name: str) -> None:
     path = fields.get("path", "/api/chat")
-    body = {"model": "gemma", "messages": HELLO, "prompt": "Hello", **fields}
+    asked: dict[str, Any] = {"messages": HELLO} if path == "/api/chat" else {"prompt": "Hello"}
+    body = {"model": "gemma", **asked, **fields}
     answer = fake.http.post(path, json=body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"].startswith(f"{name}:")
     neutral = {"options": {"mirostat": 0, "tfs_z": 1.0, "repeat_last_n": 64}, "logprobs": False, "suffix": "", "context": []}
-    assert fake.http.post(path, json={**body, "images": [], "messages": HELLO, "template": "", **neutral}).status_code == 200
+    assert fake.http.post(path, json={**body, "images": [], **asked, "template": "", **neutral}).status_code == 200
 
 
 def test_models(fake: Running) -> None:

@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory):
 def test_plain_text(tokenizer):
     pieces, output = read(tokenizer, tokenizer.encode("  hello <b> {a:1}\n<turn|>"))
     assert pieces == [TextPiece("  hello <b> {a:1}\n")]
-    assert (output.reasoning, output.tool_calls, output.num_reasoning_tokens) == ("", (), 0)
+    assert (output.reasoning, output.tool_calls, output.num_thought_tokens) == ("", (), 0)
     assert output.has_ended
     assert not answer(tokenizer, "cut of").has_ended
     assert answer(tokenizer, " \n").text == " \n"
@@ -36,7 +36,7 @@ def test_thought_then_answer(tokenizer):
     ids = tokenizer.encode("<|channel>thought\nlet me see\n\n<channel|>the answer<turn|>")
     pieces, output = read(tokenizer, ids)
     assert pieces == [ReasoningPiece("let me see\n"), TextPiece("the answer")]
-    assert output.num_reasoning_tokens == ids.index(tokenizer.token_id("<channel|>")) + 1
+    assert output.num_thought_tokens == ids.index(tokenizer.token_id("<channel|>")) - 1
 
 
 @pytest.mark.parametrize(

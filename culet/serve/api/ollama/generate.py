@@ -16,7 +16,6 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from culet.errors import BadRequest, CuletError
 from culet.serve.api.chat_request import PreparedChat, check_chat, prefilled, prepare
@@ -25,17 +24,15 @@ from culet.serve.api.ollama.protocol import (
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaRequest,
-    error_line,
-    error_response,
     find_model,
     read_messages,
     read_params,
     read_thinking,
     with_images,
-    with_ollama_errors,
 )
 from culet.serve.api.openai.chat import tool_fields
 from culet.serve.generation import Generation, Origin
+from culet.serve.http_errors import OLLAMA_PATHS, error_body, reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
 from culet.text.output import OutputDelta, plain_output
@@ -90,7 +87,6 @@ class OllamaGenerateAnswer(OllamaDone, kw_only=True):
     thinking: str = ""
 
 
-@with_ollama_errors
 async def chat(service: Service, request: Request) -> Response:
     """Answer a conversation. Unless `stream` is false, send the answer as lines of JSON."""
     began_at = time.perf_counter()
@@ -103,7 +99,6 @@ async def chat(service: Service, request: Request) -> Response:
     return await _answer(service, request, body, open_generation, lines)
 
 
-@with_ollama_errors
 async def generate(service: Service, request: Request) -> Response:
     """Answer one prompt. Unless `stream` is false, send the answer as lines of JSON."""
     began_at = time.perf_counter()
@@ -161,7 +156,7 @@ async def _answer(
     service: Service, request: Request, body: OllamaRequest, open_generation: OpenGeneration, lines: _Lines
 ) -> Response:
     if body.stream is not False:
-        return _LineStream(service, [open_generation], lines.write, end=lines.end, write_error=error_line, lines=lines)
+        return _LineStream(service, [open_generation], lines.write, end=lines.end, write_error=_error_line, lines=lines)
     (generation,) = await run_all(request, [open_generation])
     output = generation.samples[0].output()
     return json_response({**lines.done(generation), **lines.fields(output.text, output.reasoning, output.tool_calls)})
@@ -242,20 +237,19 @@ def _nanoseconds(seconds: float) -> int:
     return max(1, round(seconds * 1e9))
 
 
+def _error_line(error: CuletError) -> bytes:
+    """Return the last line of a stream that cannot be completed."""
+    return error_body(reply_to(error), OLLAMA_PATHS) + b"\n"
+
+
 class _LineStream(EventStream):
-    """A stream of JSON lines, with errors in Ollama's format."""
+    """A stream of JSON lines."""
 
     kind = b"application/x-ndjson"
 
     def __init__(self, *arguments: Any, lines: _Lines, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.keep_alive = lines.line()  # clients parse every line, so it is one without text
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except CuletError as error:
-            await error_response(error)(scope, receive, send)
 
 
 ENDPOINTS = (

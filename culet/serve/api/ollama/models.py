@@ -22,7 +22,7 @@ from culet.media.items import MediaKind
 from culet.models.checkpoint import Checkpoint
 from culet.models.sizes import text_weights
 from culet.serve.api.endpoint import Endpoint, json_response, read_body
-from culet.serve.api.ollama.protocol import ModelName, find_model, with_ollama_errors
+from culet.serve.api.ollama.protocol import ModelName, find_model
 from culet.serve.service import Service
 
 API_VERSION = "0.12.0"  # the release of Ollama whose API this is, which clients compare with what they need
@@ -109,13 +109,11 @@ class OtherRequest(Struct):
     model: ModelName = ""
 
 
-@with_ollama_errors
 async def tags(service: Service, request: Request) -> Response:
     """List the names under which the model is served."""
     return json_response(OllamaModels([OllamaModel(**_model_fields(service, name)) for name in service.names]))
 
 
-@with_ollama_errors
 async def running(service: Service, request: Request) -> Response:
     """List the models that are loaded. There is one, and it stays."""
     facts = service.engines.facts
@@ -126,7 +124,6 @@ async def running(service: Service, request: Request) -> Response:
     return json_response(OllamaRunningModels(models))
 
 
-@with_ollama_errors
 async def show(service: Service, request: Request) -> Response:
     """Describe the model."""
     body = await read_body(service, request, ShowRequest)
@@ -157,13 +154,11 @@ async def show(service: Service, request: Request) -> Response:
     return json_response(answer)
 
 
-@with_ollama_errors
 async def api_version(service: Service, request: Request) -> Response:
     """Return the release of Ollama whose API this is, and the version of Culet."""
     return json_response(OllamaVersion(API_VERSION, __version__))
 
 
-@with_ollama_errors
 async def refuse(service: Service, request: Request) -> Response:
     """Refuse a request that this server cannot answer."""
     path = request.scope["path"]

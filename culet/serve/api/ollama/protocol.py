@@ -1,4 +1,4 @@
-"""The bodies of Ollama's requests, and its errors.
+"""The bodies of Ollama's requests.
 
 Ollama has its own names for sampling fields and groups them in `options`. Options that only say how a model is loaded, such as
 `num_ctx` and `num_gpu`, have no effect, because the model is already loaded. The same holds for `keep_alive`.
@@ -6,20 +6,15 @@ Ollama has its own names for sampling fields and groups them in `options`. Optio
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import wraps
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
 
-from culet.errors import BadRequest, CuletError, UnsupportedError
-from culet.serve.api.endpoint import json_response
+from culet.errors import BadRequest, UnsupportedError
 from culet.serve.api.fields import (
     CacheSalt,
+    CountOrNone,
     Penalty,
-    Refused,
     SamplingFields,
     Share,
     StopText,
@@ -27,12 +22,11 @@ from culet.serve.api.fields import (
     Text,
     Thinking,
     ToolName,
-    refuse_unsupported,
     sampling_params,
     thinking_of,
 )
 from culet.serve.api.openai.chat import PastCall, Tool
-from culet.serve.http_errors import reply_to
+from culet.serve.api.refused import Refused, refuse_unsupported
 from culet.serve.service import Service
 from culet.structured.forms import any_object, schema_form
 from culet.types import GrammarSpec, SamplingParams
@@ -58,9 +52,17 @@ class OllamaOptions(Struct, kw_only=True):
     repeat_last_n: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # only 0 (no penalties) and -1 (the whole context)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    min_tokens: Refused = UNSET
+    max_tokens: Refused = UNSET
+    logit_bias: Refused = UNSET
     mirostat: Refused = UNSET
     tfs_z: Refused = UNSET
     typical_p: Refused = UNSET
+    top_n_sigma: Refused = UNSET
+    dry_multiplier: Refused = UNSET
+    xtc_probability: Refused = UNSET
+    dynatemp_range: Refused = UNSET
+    samplers: Refused = UNSET
     grammar: Refused = UNSET
 
 
@@ -72,8 +74,23 @@ class OllamaRequest(Struct, kw_only=True):
     format: Format = UNSET
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
-    logprobs: Refused = UNSET
+    thinking_token_budget: CountOrNone = None  # the most tokens in all thoughts of an answer
     cache_salt: CacheSalt | None = None
+    template: Refused = UNSET
+    logprobs: Refused = UNSET
+    top_logprobs: Refused = UNSET
+    tool_choice: Refused = UNSET
+    response_format: Refused = UNSET
+    reasoning_effort: Refused = UNSET
+    # Fields that belong in `options`
+    max_tokens: Refused = UNSET
+    num_predict: Refused = UNSET
+    temperature: Refused = UNSET
+    top_p: Refused = UNSET
+    top_k: Refused = UNSET
+    min_p: Refused = UNSET
+    seed: Refused = UNSET
+    stop: Refused = UNSET
 
 
 class OllamaMessage(Struct, kw_only=True):
@@ -93,6 +110,9 @@ class OllamaChatRequest(OllamaRequest, kw_only=True):
 
     messages: Annotated[list[OllamaMessage], Meta(max_length=65536)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=4096)] | None = None
+    prompt: Refused = UNSET
+    system: Refused = UNSET
+    images: Refused = UNSET  # they belong to messages
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
@@ -103,8 +123,9 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     raw: bool | None = False  # the prompt is used as it is, without the chat template
     images: Images = None
     suffix: Refused = UNSET
-    template: Refused = UNSET
     context: Refused = UNSET
+    messages: Refused = UNSET
+    tools: Refused = UNSET
 
 
 def read_params(service: Service, body: OllamaRequest) -> SamplingParams:
@@ -112,6 +133,7 @@ def read_params(service: Service, body: OllamaRequest) -> SamplingParams:
     options = body.options or OllamaOptions()
     refuse_unsupported(body)
     given: dict[str, Any] = {name: getattr(options, name) for name in _SHARED}
+    given["thinking_token_budget"] = body.thinking_token_budget
     given["repetition_penalty"] = options.repeat_penalty
     if options.seed is not None and options.seed >= 0:
         given["seed"] = options.seed
@@ -181,36 +203,3 @@ def find_model(service: Service, name: str) -> str:
     """Return the model's name for the answer. Ollama's clients may add `:latest`. Raise a 404 if it is not served."""
     short = name.removesuffix(":latest")
     return service.check_model(name if name in service.names else short)
-
-
-# Errors in Ollama's format
-
-
-def error_line(error: CuletError) -> bytes:
-    """Return the last line of a stream that cannot be completed."""
-    return bytes(error_response(error).body) + b"\n"
-
-
-def error_response(error: CuletError) -> Response:
-    """Return the reply to a request that failed."""
-    reply = reply_to(error)
-    response = json_response({"error": reply.message}, reply.status)
-    if reply.retry_after_s is not None:
-        response.headers["retry-after"] = str(reply.retry_after_s)
-    return response
-
-
-Handle = Callable[[Service, Request], Awaitable[Response]]
-
-
-def with_ollama_errors(handle: Handle) -> Handle:
-    """Return the same endpoint, except that its errors have Ollama's format."""
-
-    @wraps(handle)
-    async def answer(service: Service, request: Request) -> Response:
-        try:
-            return await handle(service, request)
-        except CuletError as error:
-            return error_response(error)
-
-    return answer

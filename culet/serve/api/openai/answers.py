@@ -29,7 +29,7 @@ class CompletionDetails(Struct):
     Rejected drafts are never sent and do not count as completion tokens.
     """
 
-    reasoning_tokens: int
+    reasoning_tokens: int  # of thoughts, without the marks around them
     thinking_budget_reached: bool  # so the thought was closed, whether or not the model had more to think
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int

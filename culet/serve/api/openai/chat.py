@@ -27,20 +27,21 @@ from culet.serve.api.fields import (
     MediaFields,
     Part,
     RawArguments,
-    Refused,
     SamplingFields,
     Schema,
     StreamOptions,
+    TemplateOptions,
     Text,
-    TextPart,
     ToolName,
     sampling_params,
     thinking_of,
 )
 from culet.serve.api.openai.answers import ChatLogprobs, Usage, chat_entries, chat_size, usage_of
+from culet.serve.api.refused import Refused
 from culet.serve.generation import Generation
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all
+from culet.text.messages import continued_text
 from culet.text.output import OutputDelta, stop_reason_of
 from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece, call_part
 from culet.types import SamplingParams
@@ -102,13 +103,6 @@ class NamedChoice(Struct):
     type: Literal["function"] = "function"
 
 
-class TemplateOptions(Struct, forbid_unknown_fields=True):
-    """Variables of the chat template."""
-
-    enable_thinking: bool | None = None
-    preserve_thinking: bool | None = None
-
-
 class Reasoning(Struct):
     """OpenRouter's form of `reasoning_effort` and `thinking_token_budget`."""
 
@@ -132,13 +126,10 @@ class ChatRequest(SamplingFields, kw_only=True):
     unmarked_tool_calls: bool | None = None  # calls of declared tools count without the tokens around them
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
-    thinking: Refused = UNSET  # Anthropic's name
-    echo: Refused = UNSET
     chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the answer continues the last message, which is the assistant's
     mm_processor_kwargs: MediaFields | None = None
-    chat_template: UnsetType | None = UNSET  # a template is a program, so requests cannot send one
 
 
 class CalledFunction(Struct):
@@ -259,9 +250,9 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
     if max_tokens == 0:
         raise BadRequest("max_tokens: got 0, expected at least 1")
     num_top = (body.top_logprobs or 0) if body.logprobs else None
-    options = body.chat_template_kwargs
+    options = body.chat_template_kwargs or TemplateOptions()
     asked = body.reasoning or Reasoning()
-    is_on = options.enable_thinking if options is not None and options.enable_thinking is not None else asked.enabled
+    is_on = asked.enabled if options.enable_thinking is None else options.enable_thinking
     thinking = thinking_of(service, effort=body.reasoning_effort or asked.effort, budget=asked.max_tokens, is_on=is_on)
     params = sampling_params(service, body, max_tokens=max_tokens, thinking_budget=thinking.budget, logprobs=num_top)
     if num_top is not None and max_tokens is not None:
@@ -279,25 +270,18 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
         unmarked_tool_calls=body.unmarked_tool_calls,
         single_call=body.parallel_tool_calls is False,
         enable_thinking=thinking.is_on,
-        options={"preserve_thinking": True} if options is not None and options.preserve_thinking else None,
+        options=options.variables(),
         add_generation_prompt=body.add_generation_prompt,
-        continued=continued_text(body.messages, body.add_generation_prompt) if body.continue_final_message else None,
+        continued=continued(body.messages, body.add_generation_prompt) if body.continue_final_message else None,
         media=(body.mm_processor_kwargs or MediaFields()).options(),
     )
     return prepared if num_top is None or max_tokens is not None else _shorten(service, prepared, num_top)
 
 
-def continued_text(messages: Sequence[Message], add_generation_prompt: bool) -> str:
+def continued(messages: Sequence[Message], add_generation_prompt: bool) -> str:
     """Return the text of the last message, which the answer continues."""
-    if add_generation_prompt:
-        problem = "continue_final_message: cannot be combined with add_generation_prompt"
-        raise BadRequest(problem, hint="set add_generation_prompt to false")
-    last = messages[-1]
-    end = last.content if isinstance(last.content, str) or not last.content else last.content[-1]
-    text = end.text if isinstance(end, TextPart) else end
-    if last.role != "assistant" or last.tool_calls or not text or not isinstance(text, str):
-        raise BadRequest("continue_final_message: the last message must be the assistant's, with text and without tool_calls")
-    return text
+    last = msgspec.to_builtins(messages[-1], builtin_types=(msgspec.Raw,))
+    return continued_text([last], add_generation_prompt=add_generation_prompt)
 
 
 def _shorten(service: Service, prepared: PreparedChat, num_top: int) -> PreparedChat:

@@ -45,6 +45,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     max_completion_tokens: Count | None = None  # another name for max_tokens, as in chat requests
     echo: bool | None = False
     logprobs: Annotated[int, Meta(ge=0, le=1024)] | None = None
+    add_special_tokens: bool = True  # begin texts with <bos>
     return_token_ids: bool | None = None  # also return the ids of the generated tokens; always done without a tokenizer
 
 
@@ -145,7 +146,7 @@ async def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
     """Return the token ids of each prompt. The request has a text, a list of ids, or a list of either."""
     prompt = body.prompt
     if isinstance(prompt, str):
-        return [await service.prompts.encode_text(prompt)]
+        return [await service.prompts.encode_text(prompt, add_bos=body.add_special_tokens)]
     if not prompt:
         raise BadRequest("prompt: got an empty list, expected at least one prompt")
     is_ids = isinstance(prompt[0], int)
@@ -161,7 +162,10 @@ async def _encode(service: Service, body: CompletionRequest) -> list[list[int]]:
     for entry in prompt:
         if isinstance(entry, list):
             _check_length(service, entry)
-        encoded.append(await service.prompts.encode_text(entry) if isinstance(entry, str) else cast(list[int], entry))
+            encoded.append(cast(list[int], entry))
+        else:
+            text = cast(str, entry)
+            encoded.append(await service.prompts.encode_text(text, add_bos=body.add_special_tokens))
     return encoded
 
 

@@ -18,7 +18,7 @@ from culet.errors import BadRequest, CuletError, UnsupportedError
 from culet.serve.answers.stored import StoredResponse
 from culet.serve.api.chat_request import PreparedChat, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
-from culet.serve.api.fields import check_single, sampling_params, thinking_of
+from culet.serve.api.fields import TemplateOptions, check_single, sampling_params, thinking_of
 from culet.serve.api.openai.responses_protocol import ReasoningOptions, ResponsesRequest, ResponsesToolName, messages_of
 from culet.serve.generation import Generation, Origin
 from culet.serve.http_errors import HttpError, reply_to
@@ -30,6 +30,17 @@ from culet.text.output_pieces import CallPart, Output, OutputPiece, ReasoningPie
 from culet.types import GrammarSpec
 
 ENDPOINT = "/v1/responses"
+# What `include` may name. Clients ask for encrypted thoughts by default, and thoughts are always in the answer. The others are
+# about tools of OpenAI's own servers, which no request can have.
+_INCLUDED = (
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
 
 
 class InputDetails(Struct):
@@ -97,16 +108,24 @@ async def responses(service: Service, request: Request) -> Response:
             service, [open_generation], writer.write, begin=writer.begin(), end=writer.end, write_error=writer.write_error
         )
     (generation,) = await run_all(request, [open_generation])
-    items = _Items()
     output = generation.samples[0].output()
+    return json_response(keep(_completed(answer, generation, _items_of(output, _is_cut(generation))), output))
+
+
+def _items_of(output: Output, is_cut: bool) -> _Items:
+    """Return the items of a whole answer. If it `is_cut`, the last one is incomplete, unless it is a complete call."""
+    items = _Items()
     if output.reasoning:
         items.begin("reasoning").text = output.reasoning
     if output.text:
         items.begin("message").text = output.text
+    if items.all and is_cut and not output.tool_calls:
+        items.all[-1].status = "incomplete"
     for call in output.tool_calls:
         item = items.begin("function_call")
         item.call_id, item.name, item.text = call.id, call.name, call.arguments_json
-    return json_response(keep(_completed(answer, generation, items), output))
+        item.status = "completed" if call.is_complete else "incomplete"
+    return items
 
 
 def _earlier(service: Service, body: ResponsesRequest, origin: Origin) -> list[Mapping[str, Any]]:
@@ -148,9 +167,15 @@ def _keep(
 async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> PreparedChat:
     if body.background:
         raise UnsupportedError("background: not supported", hint="use stream instead")
+    for name in body.include or ():
+        if name not in _INCLUDED:
+            raise UnsupportedError(f"include: got {name!r}, which is not supported", hint="omit it")
     check_single(body)
+    options = body.chat_template_kwargs or TemplateOptions()
     asked = body.reasoning or ReasoningOptions()
-    thinking = thinking_of(service, effort=asked.effort or body.reasoning_effort, budget=asked.max_tokens)
+    is_on = asked.enabled if options.enable_thinking is None else options.enable_thinking
+    effort = asked.effort or body.reasoning_effort
+    thinking = thinking_of(service, effort=effort, budget=asked.max_tokens, is_on=is_on)
     max_tokens = body.max_output_tokens or body.max_tokens
     params = sampling_params(service, body, max_tokens=max_tokens, thinking_budget=thinking.budget, form=_form(body))
     choice = body.tool_choice
@@ -171,6 +196,7 @@ async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[
         unmarked_tool_calls=body.unmarked_tool_calls,
         single_call=body.parallel_tool_calls is False,
         enable_thinking=thinking.is_on,
+        options=options.variables(),
     )
 
 
@@ -205,7 +231,6 @@ def _new_answer(model: str, body: ResponsesRequest, *, is_stored: bool) -> Respo
         text={"format": {"type": "text"} if form is None else form},
         reasoning={"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
         metadata=body.metadata or {},
-        truncation=body.truncation or "disabled",
         previous_response_id=body.previous_response_id,
         store=is_stored,
     )
@@ -220,14 +245,14 @@ class _Item:
     text: str = ""  # the thought, the answer text, or the arguments of a call
     call_id: str = ""
     name: str = ""
-    is_done: bool = True
+    status: str = "completed"  # or in_progress, or incomplete if the answer was cut in it
 
     def build(self) -> dict[str, Any]:
         """Return the item in the format of the API."""
-        head: dict[str, Any] = {"type": self.kind, "id": self.id, "status": "completed" if self.is_done else "in_progress"}
+        head: dict[str, Any] = {"type": self.kind, "id": self.id, "status": self.status}
         if self.kind == "function_call":
             return {**head, "call_id": self.call_id, "name": self.name, "arguments": self.text}
-        content = [self.part()] if self.text or self.is_done else []
+        content = [self.part()] if self.text or self.status != "in_progress" else []
         if self.kind == "reasoning":
             return {**head, "summary": [], "content": content}
         return {**head, "role": "assistant", "content": content}
@@ -253,10 +278,14 @@ class _Items:
         return item
 
 
+def _is_cut(generation: Generation) -> bool:
+    """Return whether the answer ended because it reached its greatest length."""
+    return generation.samples[0].finish_reason == "length"
+
+
 def _completed(answer: ResponsesAnswer, generation: Generation, items: _Items) -> ResponsesAnswer:
     """Return the answer with its output, which is complete or cut off."""
-    counts = generation.token_counts()
-    is_cut = generation.samples[0].finish_reason == "length"
+    counts, is_cut = generation.token_counts(), _is_cut(generation)
     return msgspec.structs.replace(
         answer,
         status="incomplete" if is_cut else "completed",
@@ -316,12 +345,12 @@ class _Writer:
             if item is None or part.is_first:
                 events += self._close()
                 item = self._open = self._items.begin("function_call")
-                item.call_id, item.name, item.is_done = part.id, part.name, False
+                item.call_id, item.name, item.status = part.id, part.name, "in_progress"
                 events.append(self._added(item))
             item.text += part.arguments_json
             delta = self._event("response.function_call_arguments.delta", **self._place(item), delta=part.arguments_json)
             events.append(delta)
-        return [*events, *self._close()] if isinstance(piece, ToolCall) else events
+        return [*events, *self._close(is_cut=not piece.is_complete)] if isinstance(piece, ToolCall) else events
 
     def _added(self, item: _Item) -> bytes:
         return self._event("response.output_item.added", output_index=len(self._items.all) - 1, item=item.build())
@@ -333,7 +362,7 @@ class _Writer:
         if item is None or item.kind != kind:
             events += self._close()
             item = self._open = self._items.begin(kind)
-            item.is_done = False
+            item.status = "in_progress"
             events.append(self._added(item))
             events.append(self._event("response.content_part.added", **self._place(item), content_index=0, part=item.part()))
         item.text += text
@@ -341,12 +370,12 @@ class _Writer:
         events.append(self._event(f"{self._DELTAS[kind]}.delta", **self._place(item), content_index=0, delta=text, **more))
         return events
 
-    def _close(self) -> list[bytes]:
-        """Close the open item, if any, and return its last events."""
+    def _close(self, *, is_cut: bool = False) -> list[bytes]:
+        """Close the open item, if any, and return its last events. `is_cut` says that the answer ends in the item."""
         item, self._open = self._open, None
         if item is None:
             return []
-        item.is_done = True
+        item.status = "incomplete" if is_cut else "completed"
         place = self._place(item)
         events = []
         if item.kind == "function_call":
@@ -360,7 +389,7 @@ class _Writer:
 
     def end(self, generations: Sequence[Generation]) -> bytes:
         """Close the open item and return its last events, then the complete answer."""
-        closing = self._close()
+        closing = self._close(is_cut=_is_cut(generations[0]))
         answer = self._keep(_completed(self._answer, generations[0], self._items), generations[0].samples[0].output())
         return b"".join([*closing, self._event(f"response.{answer.status}", response=answer)])
 

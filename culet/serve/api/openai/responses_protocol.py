@@ -13,12 +13,13 @@ from culet.serve.api.fields import (
     CountOrNone,
     Detail,
     Effort,
-    Refused,
     SamplingFields,
     Schema,
+    TemplateOptions,
     Text,
     ToolName,
 )
+from culet.serve.api.refused import Refused
 from culet.structured.forms import SchemaText
 
 Id = Annotated[str, Meta(max_length=256)]
@@ -96,7 +97,7 @@ class TextFormat(Struct):
 
 class TextOptions(Struct):
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Refused = UNSET
 
 
 class ReasoningOptions(Struct):
@@ -104,6 +105,8 @@ class ReasoningOptions(Struct):
 
     effort: Effort | None = None
     max_tokens: CountOrNone = None
+    enabled: bool | None = None
+    exclude: Refused = UNSET
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
@@ -118,6 +121,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     tools: Annotated[list[ResponsesTool], Meta(max_length=4096)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolName | None = None
     parallel_tool_calls: bool | None = True
+    chat_template_kwargs: TemplateOptions | None = None
+    include: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=64)] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     reasoning_effort: Effort | None = None
@@ -127,14 +132,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     metadata: (
         Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None
     ) = None
-    truncation: Literal["auto", "disabled"] | None = None
     user: Id | None = None
     conversation: Refused = UNSET
-    prompt: Refused = UNSET
-    logprobs: Refused = UNSET
-    top_logprobs: Refused = UNSET
-    continue_final_message: Refused = UNSET
-    thinking: Refused = UNSET
 
 
 def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
@@ -158,8 +157,9 @@ def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
         elif item.type == "function_call":
             _add_call(messages, item, where)
         else:
-            message: dict[str, Any] = {"role": item.role or "user", "content": content_of(item.content, f"{where}.content")}
-            messages.append(message)
+            separator = "" if item.role == "assistant" else "\n"  # the parts of an answer are one text
+            content = content_of(item.content, f"{where}.content", separator)
+            messages.append({"role": item.role or "user", "content": content})
         if thought and item.type != "reasoning" and messages[-1]["role"] == "assistant":
             messages[-1].setdefault("reasoning_content", thought)
             thought = None
@@ -178,18 +178,18 @@ def _add_call(messages: list[dict[str, Any]], item: InputItem, where: str) -> No
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def content_of(content: str | list[ResponsesPart] | None, where: str) -> str | list[dict[str, Any]]:
+def content_of(content: str | list[ResponsesPart] | None, where: str, separator: str = "\n") -> str | list[dict[str, Any]]:
     """Return an item's content as text, or as parts if it has media. `where` names the content in errors."""
     if content is None or isinstance(content, str) or not any(part.type in MEDIA for part in content):
-        return text_of(content)
+        return text_of(content, separator)
     return [
         to_builtins(part) | {"where": f"{where}[{index}]"} if part.type in MEDIA else {"type": "text", "text": text_of([part])}
         for index, part in enumerate(content)
     ]
 
 
-def text_of(content: str | list[ResponsesPart] | None) -> str:
+def text_of(content: str | list[ResponsesPart] | None, separator: str = "\n") -> str:
     """Return the text of an item's content."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part.text or part.refusal or "" for part in content)
+    return separator.join(part.text or part.refusal or "" for part in content)

@@ -1,0 +1,227 @@
+"""Fields of other servers that are not supported and would change the answer. A request with one of them is refused by name.
+
+`Refused` is the type of such a field. `UnsupportedFields` has those of all APIs. A request type that supports one of them
+declares it again, with its own type.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from culet.errors import UnsupportedError
+from culet.structured.forms import FormAliases
+
+if TYPE_CHECKING:
+    Refused: TypeAlias = Any  # so that a request type may declare the field again
+else:
+    Refused = Annotated[Raw, Meta(extra_json_schema={"enum": [None]})] | UnsetType
+# Values that change nothing, as JSON: for most fields, and for some of them.
+_NEUTRAL = (b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""', b"-1", b"-1.0")
+_NO_LIMIT = (b"null", b"-1")  # where 0 would be a limit
+_ON_BY_DEFAULT = (b"null", b"true")
+_NEUTRAL_OF = {
+    "length_penalty": (b"null", b"1", b"1.0"),
+    "best_of": (b"null", b"0", b"1"),
+    "modalities": (b"null", b"[]", b'["text"]'),
+    "function_call": (b"null", b'""', b'"none"', b'"auto"'),
+    "tool_choice": (b"null", b'""', b'"auto"'),
+    "typical_p": (b"null", b"1", b"1.0"),
+    "tfs_z": (b"null", b"1", b"1.0"),
+    "repeat_penalty": (b"null", b"1", b"1.0"),
+    "skip_special_tokens": _ON_BY_DEFAULT,
+    "include_reasoning": _ON_BY_DEFAULT,
+    "separate_reasoning": _ON_BY_DEFAULT,
+    "parse_tool_calls": _ON_BY_DEFAULT,
+    "add_generation_prompt": _ON_BY_DEFAULT,
+    **dict.fromkeys(("prompt_logprobs", "thinking_budget", "max_tool_calls"), (b"null",)),
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed"), (b"null",)),
+    **dict.fromkeys(("reasoning_budget", "thinking_budget_tokens"), _NO_LIMIT),
+    **dict.fromkeys(("n_predict", "num_predict", "max_tokens", "max_new_tokens"), _NO_LIMIT),
+    **dict.fromkeys(("max_output_tokens", "max_completion_tokens"), _NO_LIMIT),
+    "reasoning_format": (b"null", b'""', b'"auto"', b'"deepseek"'),  # thoughts are in reasoning_content
+    "verbosity": (b"null", b'"medium"'),
+    "truncation": (b"null", b'"disabled"'),
+}
+_SWITCHES = ("enable_thinking", "think")  # of thoughts, so the server's default changes nothing
+_HINTS = {
+    "chat_template": "the server sets the template with --chat-template",
+    "truncation": "omit the field, and send a conversation that fits the context",
+    "return_token_ids": "omit the field; only /v1/completions returns token ids",
+    "lora_path": "omit the field; the server runs one model without adapters",
+}
+# Supported fields that do the same as a refused one, best first.
+_INSTEAD = {
+    "enable_thinking": ("chat_template_kwargs.enable_thinking",),
+    "think": ("chat_template_kwargs.enable_thinking",),
+    "thinking": ("thinking_token_budget",),
+    "thinking_budget": ("thinking_token_budget",),
+    "thinking_budget_tokens": ("thinking_token_budget",),
+    "reasoning_budget": ("thinking_token_budget",),
+    "reasoning": ("thinking", "thinking_token_budget"),
+    "reasoning_effort": ("output_config.effort", "think", "thinking_token_budget"),
+    "stop_sequences": ("stop",),
+    "max_completion_tokens": ("max_output_tokens", "max_tokens"),
+    "max_output_tokens": ("max_completion_tokens", "max_tokens"),
+    "max_new_tokens": ("max_completion_tokens", "max_output_tokens", "max_tokens"),
+    "num_predict": ("options.num_predict", "max_completion_tokens", "max_output_tokens", "max_tokens"),
+    "n_predict": ("options.num_predict", "max_completion_tokens", "max_output_tokens", "max_tokens"),
+    "max_tokens": ("options.num_predict", "num_predict"),
+    "min_new_tokens": ("min_tokens",),
+    "max_tool_calls": ("parallel_tool_calls",),
+    "repeat_penalty": ("repetition_penalty",),
+    "format": ("text.format", "output_config.format", "response_format"),
+    "json_schema": ("text.format", "output_config.format", "format", "response_format"),
+    "response_format": ("format",),
+    "ebnf": ("grammar",),
+    "top_logprobs": ("logprobs",),
+    "n_probs": ("top_logprobs", "logprobs"),
+    "system": ("instructions", "messages"),
+    "instructions": ("system", "messages"),
+    "input": ("messages", "prompt"),
+    "messages": ("input", "prompt"),
+    "prompt": ("messages", "input"),
+    "functions": ("tools",),
+    "function_call": ("tool_choice",),
+    **{name: (f"options.{name}",) for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop")},
+}
+
+
+class UnsupportedFields(FormAliases, kw_only=True):
+    """Fields of other servers that would change the answer. They are refused by name, unless the value has no effect.
+
+    The class derives from FormAliases only because a Struct cannot have two bases.
+    """
+
+    # Sampling
+    allowed_token_ids: Refused = UNSET
+    bad_words: Refused = UNSET
+    best_of: Refused = UNSET
+    suffix: Refused = UNSET
+    use_beam_search: Refused = UNSET
+    length_penalty: Refused = UNSET
+    typical_p: Refused = UNSET
+    tfs_z: Refused = UNSET
+    repeat_penalty: Refused = UNSET
+    no_repeat_ngram_size: Refused = UNSET
+    top_a: Refused = UNSET
+    top_n_sigma: Refused = UNSET
+    smoothing_factor: Refused = UNSET
+    epsilon_cutoff: Refused = UNSET
+    eta_cutoff: Refused = UNSET
+    samplers: Refused = UNSET
+    mirostat: Refused = UNSET
+    dry_multiplier: Refused = UNSET
+    xtc_probability: Refused = UNSET
+    dynatemp_range: Refused = UNSET
+    logits_processors: Refused = UNSET
+    custom_logit_processor: Refused = UNSET
+    options: Refused = UNSET  # Ollama's
+    # Lengths and ends
+    n_predict: Refused = UNSET
+    num_predict: Refused = UNSET
+    min_new_tokens: Refused = UNSET
+    max_new_tokens: Refused = UNSET
+    max_output_tokens: Refused = UNSET
+    max_completion_tokens: Refused = UNSET
+    stop_sequences: Refused = UNSET
+    stop_regex: Refused = UNSET
+    no_stop_trim: Refused = UNSET
+    truncation: Refused = UNSET
+    # The form of the answer
+    structural_tag: Refused = UNSET
+    guided_whitespace_pattern: Refused = UNSET
+    ebnf: Refused = UNSET
+    json_schema: Refused = UNSET
+    format: Refused = UNSET
+    output_format: Refused = UNSET
+    output_config: Refused = UNSET
+    text: Refused = UNSET
+    verbosity: Refused = UNSET
+    # What the answer shows
+    include_stop_str_in_output: Refused = UNSET
+    skip_special_tokens: Refused = UNSET
+    echo: Refused = UNSET
+    logprobs: Refused = UNSET
+    top_logprobs: Refused = UNSET
+    prompt_logprobs: Refused = UNSET
+    n_probs: Refused = UNSET
+    return_token_ids: Refused = UNSET
+    return_tokens_as_token_ids: Refused = UNSET
+    return_hidden_states: Refused = UNSET
+    parse_tool_calls: Refused = UNSET
+    modalities: Refused = UNSET
+    audio: Refused = UNSET
+    # Thoughts
+    enable_thinking: Refused = UNSET  # in chat_template_kwargs, it is supported
+    include_reasoning: Refused = UNSET
+    separate_reasoning: Refused = UNSET
+    reasoning_format: Refused = UNSET
+    reasoning: Refused = UNSET
+    reasoning_effort: Refused = UNSET
+    reasoning_budget: Refused = UNSET
+    think: Refused = UNSET
+    thinking: Refused = UNSET
+    thinking_budget: Refused = UNSET
+    thinking_budget_tokens: Refused = UNSET
+    # The prompt and the tools
+    messages: Refused = UNSET
+    prompt: Refused = UNSET
+    input: Refused = UNSET
+    system: Refused = UNSET
+    instructions: Refused = UNSET
+    prompt_embeds: Refused = UNSET
+    documents: Refused = UNSET
+    truncate_prompt_tokens: Refused = UNSET
+    add_special_tokens: Refused = UNSET
+    add_generation_prompt: Refused = UNSET
+    continue_final_message: Refused = UNSET
+    chat_template: Refused = UNSET  # a template is a program, so requests cannot send one
+    chat_template_kwargs: Refused = UNSET
+    mm_processor_kwargs: Refused = UNSET
+    tools: Refused = UNSET
+    tool_choice: Refused = UNSET
+    max_tool_calls: Refused = UNSET
+    functions: Refused = UNSET  # OpenAI's tools before there were `tools`
+    function_call: Refused = UNSET
+    web_search_options: Refused = UNSET
+    lora_path: Refused = UNSET
+
+
+def refuse_unsupported(fields: Struct, prefix: str = "", *, thinks: bool = False) -> None:
+    """Raise if a `Refused` field, here or in a struct inside, has a value that would change the answer.
+
+    `thinks` says whether the model thinks if the request does not say so.
+    """
+    refused = _refused_names(type(fields))
+    for name in fields.__struct_fields__:
+        value = getattr(fields, name)
+        if name in refused:
+            if value is not UNSET and not _is_neutral(name, memoryview(value), thinks):
+                raise UnsupportedError(f"{prefix}{name}: not supported", hint=_hint_for(name, fields))
+        elif isinstance(value, Struct):
+            refuse_unsupported(value, f"{prefix}{name}.", thinks=thinks)
+
+
+def _is_neutral(name: str, value: memoryview, thinks: bool) -> bool:
+    """Return whether a value, as JSON, says what holds without it."""
+    if name in _SWITCHES:
+        return value in (b"null", b"true" if thinks else b"false")
+    return value in _NEUTRAL_OF.get(name, _NEUTRAL)
+
+
+def _hint_for(name: str, fields: Struct) -> str:
+    """Return what to do about a refused field: use the field that does the same, if these `fields` have it."""
+    usable = set(fields.__struct_fields__) - _refused_names(type(fields))
+    for other in _INSTEAD.get(name, ()):
+        if other.partition(".")[0] in usable:
+            return f"use {other}"
+    return _HINTS.get(name, "omit the field")
+
+
+@cache
+def _refused_names(cls: type[Struct]) -> frozenset[str]:
+    return frozenset(field.name for field in msgspec.structs.fields(cls) if field.type == Refused)

@@ -1,0 +1,237 @@
+"""No field that would change the answer is ignored: each API supports it, or answers with a 400 that names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import Struct
+
+from culet.errors import UnsupportedError
+from culet.serve.api.anthropic import MessagesRequest
+from culet.serve.api.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaOptions
+from culet.serve.api.openai.chat import ChatRequest
+from culet.serve.api.openai.completions import CompletionRequest
+from culet.serve.api.openai.responses_protocol import ResponsesRequest
+from culet.serve.api.refused import Refused, refuse_unsupported
+from tests.serve.running import Running
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+PATHS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": HELLO}),
+    "completions": ("/v1/completions", {"prompt": "Hello"}),
+    "responses": ("/v1/responses", {"input": "Hello"}),
+    "messages": ("/v1/messages", {"messages": HELLO, "max_tokens": 20}),
+    "ollama chat": ("/api/chat", {"model": "gemma", "stream": False, "messages": HELLO}),
+    "ollama generate": ("/api/generate", {"model": "gemma", "stream": False, "prompt": "Hello"}),
+}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def send(server: Running, api: str, fields: dict[str, Any]) -> tuple[int, str]:
+    """Return the status and the error message."""
+    path, body = PATHS[api]
+    response = server.http.post(path, json={**body, **fields})
+    error = response.json().get("error") or ""
+    return response.status_code, error if isinstance(error, str) else error["message"]
+
+
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "chat": [
+        ({"stop_sequences": ["x"]}, "stop_sequences: not supported (hint: use stop)"),
+        ({"max_output_tokens": 1}, "max_output_tokens: not supported (hint: use max_completion_tokens)"),
+        ({"num_predict": 1}, "num_predict: not supported (hint: use max_completion_tokens)"),
+        ({"format": "json"}, "format: not supported (hint: use response_format)"),
+        ({"think": True}, "think: not supported (hint: use chat_template_kwargs.enable_thinking)"),
+        ({"separate_reasoning": False}, "separate_reasoning: not supported"),
+        ({"reasoning_budget": 0}, "reasoning_budget: not supported (hint: use thinking_token_budget)"),
+        ({"thinking_budget_tokens": 5}, "thinking_budget_tokens: not supported (hint: use thinking_token_budget)"),
+        ({"reasoning_format": "none"}, "reasoning_format: not supported"),
+        ({"parse_tool_calls": False}, "parse_tool_calls: not supported"),
+        ({"return_token_ids": True}, "return_token_ids: not supported (hint: omit the field; only /v1/completions"),
+        ({"add_special_tokens": True}, "add_special_tokens: not supported"),
+        ({"chat_template": "{{ messages }}"}, "chat_template: not supported (hint: the server sets the template with"),
+        ({"max_tool_calls": 1}, "max_tool_calls: not supported (hint: use parallel_tool_calls)"),
+        ({"system": "Be brief."}, "system: not supported (hint: use messages)"),
+        ({"options": {"temperature": 0}}, "options: not supported"),
+        ({"verbosity": "low"}, "verbosity: not supported"),
+        ({"truncation": "auto"}, "truncation: not supported"),
+    ],
+    "completions": [
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds: not supported"),
+        ({"top_logprobs": 2}, "top_logprobs: not supported (hint: use logprobs)"),
+        ({"reasoning_effort": "low"}, "reasoning_effort: not supported (hint: use thinking_token_budget)"),
+        ({"reasoning": {"effort": "low"}}, "reasoning: not supported (hint: use thinking_token_budget)"),
+        ({"tools": [TOOL]}, "tools: not supported"),
+        ({"messages": HELLO}, "messages: not supported (hint: use prompt)"),
+        ({"continue_final_message": True}, "continue_final_message: not supported"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs: not supported"),
+        ({"enable_thinking": True}, "enable_thinking: not supported (hint: omit the field)"),
+    ],
+    "responses": [
+        ({"add_generation_prompt": False}, "add_generation_prompt: not supported"),
+        ({"max_tool_calls": 1}, "max_tool_calls: not supported (hint: use parallel_tool_calls)"),
+        ({"include": ["message.output_text.logprobs"]}, "include: got 'message.output_text.logprobs', which is not supported"),
+        ({"truncation": "auto"}, "truncation: not supported (hint: omit the field, and send a conversation that fits"),
+        ({"top_logprobs": 2}, "top_logprobs: not supported"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity: not supported"),
+        ({"reasoning": {"exclude": True}}, "reasoning.exclude: not supported"),
+        ({"messages": HELLO}, "messages: not supported (hint: use input)"),
+        ({"conversation": "x"}, "conversation: not supported"),
+        ({"prompt": {"id": "x"}}, "prompt: not supported (hint: use input)"),
+        ({"continue_final_message": True}, "continue_final_message: not supported"),
+    ],
+    "messages": [
+        ({"logprobs": True}, "logprobs: not supported"),
+        ({"top_logprobs": 2}, "top_logprobs: not supported"),
+        ({"max_completion_tokens": 2}, "max_completion_tokens: not supported (hint: use max_tokens)"),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management.edits[0].type: got 'clear_tool_uses_20250919', which is not supported",
+        ),
+        ({"reasoning_effort": "low"}, "reasoning_effort: not supported (hint: use output_config.effort)"),
+        ({"mcp_servers": [{"name": "x"}]}, "mcp_servers: not supported"),
+        ({"container": "x"}, "container: not supported"),
+        ({"continue_final_message": True}, "continue_final_message: not supported"),
+    ],
+    "ollama chat": [
+        ({"tool_choice": "required"}, "tool_choice: not supported"),
+        ({"template": "{{ .Prompt }}"}, "template: not supported"),
+        ({"options": {"logit_bias": {"5": 1}}}, "options.logit_bias: not supported"),
+        ({"options": {"min_tokens": 5}}, "options.min_tokens: not supported"),
+        ({"options": {"max_tokens": 5}}, "options.max_tokens: not supported (hint: use num_predict)"),
+        ({"options": {"dry_multiplier": 0.8}}, "options.dry_multiplier: not supported"),
+        ({"temperature": 0}, "temperature: not supported (hint: use options.temperature)"),
+        ({"seed": 0}, "seed: not supported (hint: use options.seed)"),
+        ({"max_tokens": 5}, "max_tokens: not supported (hint: use options.num_predict)"),
+        ({"response_format": {"type": "json_object"}}, "response_format: not supported (hint: use format)"),
+        ({"reasoning_effort": "low"}, "reasoning_effort: not supported (hint: use think)"),
+        ({"system": "Be brief."}, "system: not supported (hint: use messages)"),
+    ],
+    "ollama generate": [
+        ({"tools": [TOOL]}, "tools: not supported"),
+        ({"template": "{{ .Prompt }}"}, "template: not supported"),
+        ({"messages": HELLO}, "messages: not supported (hint: use prompt)"),
+        ({"suffix": "x"}, "suffix: not supported"),
+        ({"context": [5]}, "context: not supported"),
+    ],
+}
+CASES = [(api, *case) for api, cases in REFUSED.items() for case in cases]
+
+
+@pytest.mark.parametrize(("api", "fields", "problem"), CASES, ids=[f"{api}-{next(iter(case))}" for api, case, _ in CASES])
+def test_fields_that_are_refused(fake: Running, api: str, fields: dict[str, Any], problem: str) -> None:
+    status, message = send(fake, api, fields)
+    assert status == 400
+    assert message.startswith(problem)
+
+
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "chat": {
+        "stop_sequences": [], "max_output_tokens": None, "num_predict": -1, "format": "", "think": False,
+        "separate_reasoning": True, "reasoning_budget": -1, "thinking_budget_tokens": None, "reasoning_format": "auto",
+        "parse_tool_calls": True, "return_token_ids": False, "verbosity": "medium", "add_special_tokens": False,
+        "chat_template": None, "prompt": "", "min_tokens": 0, "bad_words": [], "use_beam_search": False,
+        "length_penalty": 1.0, "typical_p": 1, "ebnf": None, "best_of": 1, "suffix": None, "modalities": ["text"],
+        "audio": None, "skip_special_tokens": True, "include_reasoning": True, "enable_thinking": False,
+        "top_n_sigma": -1.0, "documents": [], "echo": False, "guided_json": None, "guided_choice": None, "grammar": "",
+        "regex": "", "guided_regex": "",
+    },
+    "completions": {
+        "prompt_embeds": None, "add_special_tokens": True, "top_logprobs": None, "reasoning_effort": None, "reasoning": {},
+        "tools": [], "tool_choice": "auto", "messages": [], "continue_final_message": False, "add_generation_prompt": True,
+    },
+    "responses": {
+        "add_generation_prompt": True, "max_tool_calls": None, "include": ["reasoning.encrypted_content"],
+        "truncation": "disabled", "text": {"verbosity": "medium"}, "top_logprobs": 0, "user": "me", "metadata": {},
+    },
+    "messages": {
+        "logprobs": False, "top_logprobs": 0, "max_completion_tokens": None, "metadata": {"user_id": "me"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    },
+    "ollama chat": {
+        "tool_choice": "auto", "template": "", "thinking_token_budget": None, "keep_alive": "5m",
+        "options": {"logit_bias": {}, "min_tokens": 0, "dry_multiplier": 0.0, "num_ctx": 4096}, "seed": None,
+    },
+    "ollama generate": {"tools": [], "template": "", "context": None, "suffix": "", "messages": []},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_values_that_change_nothing(fake: Running, api: str) -> None:
+    assert send(fake, api, NEUTRAL[api]) == (200, "")
+
+
+# Fields that are supported
+
+
+def test_template_options(tiny: Running) -> None:
+    """Thinking adds a token to the prompt, whichever API is asked."""
+    for api, field, counts in (
+        ("chat", "max_tokens", lambda answer: answer["usage"]["prompt_tokens"]),
+        ("responses", "max_output_tokens", lambda answer: answer["usage"]["input_tokens"]),
+        (
+            "messages",
+            "max_tokens",
+            lambda answer: answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"],
+        ),
+    ):
+        path, body = PATHS[api]
+        on, off = (
+            counts(tiny.http.post(path, json={**body, field: 1, "chat_template_kwargs": {"enable_thinking": thinks}}).json())
+            for thinks in (True, False)
+        )
+        assert on > off
+    path, body = PATHS["responses"]
+    on, off = (
+        tiny.http.post(path, json={**body, "max_output_tokens": 1, "reasoning": {"enabled": thinks}}).json()
+        for thinks in (True, False)
+    )
+    assert on["usage"]["input_tokens"] > off["usage"]["input_tokens"]
+
+
+def test_completions_without_special_tokens(fake: Running) -> None:
+    with_bos, without = (
+        fake.http.post("/v1/completions", json={"prompt": prompt, "add_special_tokens": added}).json()["usage"]["prompt_tokens"]
+        for prompt, added in (("Hello", True), (["Hello"], False))
+    )
+    assert with_bos == without + 1
+
+
+def test_a_switch_of_thoughts_that_says_what_holds_anyway(scripted: Any) -> None:
+    with scripted(settings={"enable_thinking": True}) as server:
+        assert server.chat(enable_thinking=True, think=True).status_code == 200
+        for name in ("enable_thinking", "think"):
+            response = server.chat(**{name: False})
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == name
+
+
+# The rule itself
+
+BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, OllamaChatRequest, OllamaGenerateRequest)
+
+
+def given(body: type[Struct], **fields: Any) -> Struct:
+    required: Any = {field.name: None for field in msgspec.structs.fields(body) if field.required}
+    return body(**required, **fields)
+
+
+@pytest.mark.parametrize("body", [*BODIES, OllamaOptions], ids=lambda body: body.__name__)
+def test_every_refused_field_is_refused(body: type[Struct]) -> None:
+    """The type of a field is enough. No list has to name it."""
+    names = [field.name for field in msgspec.structs.fields(body) if field.type == Refused]
+    assert names
+    for name in names:
+        with pytest.raises(UnsupportedError, match=rf"^{name}: not supported") as error:
+            refuse_unsupported(given(body, **{name: msgspec.Raw(b'"x"')}))
+        hint = error.value.hint
+        if hint.startswith("use "):  # a field that these requests have, and that is not refused itself
+            assert hint.removeprefix("use ").partition(".")[0] in set(body.__struct_fields__) - set(names)
+
+
+def test_refused_fields_inside_others() -> None:
+    options = OllamaOptions(tfs_z=msgspec.Raw(b"0.5"))
+    with pytest.raises(UnsupportedError, match=r"^options\.tfs_z: not supported"):
+        refuse_unsupported(OllamaChatRequest(model="gemma", options=options))
