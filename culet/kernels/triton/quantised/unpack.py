@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 INT4, INT8, FP8, NVFP4 = 0, 1, 2, 3  # formats
-FORMATS = {"int4": INT4, "int8": INT8, "fp8": FP8, "nvfp4": NVFP4}
 VALUES_PER_WORD = {INT4: 8, INT8: 4, FP8: 4, NVFP4: 8}  # a word is an int32
 # Unpacked nvfp4 weights are smaller by this factor, so that their scales need only one product.
 NVFP4_SHIFT = 2.0**8
