@@ -60,7 +60,7 @@ def check(case: Case, folder: Path) -> None:
 
 def some_cases() -> list[Case]:
     """Return the cases with the fewest and the most tokens of each epilogue, and more of PLAIN, which has the most tiles."""
-    found = {}
+    found: dict[Case, None] = {}
     for epilogue in (PLAIN, GATED, GELU_TIMES, SOFTCAP):
         cases = sorted((case for case in class_cases() if case.shape.epilogue == epilogue), key=lambda case: case.num_tokens)
         found |= dict.fromkeys((cases[0], cases[-1]))

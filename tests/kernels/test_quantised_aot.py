@@ -27,7 +27,7 @@ CHOICES = {"tiles": choose_tile, "warps": choose_warps, "stream": choose_stream,
 HOPPER_KERNELS = ("stream", "bits")
 MAX_SPILLED_BYTES = 256  # per thread
 FORMATS = ("int4", "int8", "fp8", "fp8-block", "nvfp4")
-# The kernel, tokens, outputs, inputs and epilogue. They are those of the 31B and the 26B.
+# The kernel, tokens, outputs, inputs and epilogue. They are those of the 31B, the 26B and E4B.
 LINEAR = (
     ("stream", 1, 5376, 21504, PLAIN),
     ("stream", 8, 21504, 5376, GATED),
@@ -35,7 +35,11 @@ LINEAR = (
     ("stream", 32, 21504, 5376, GATED),
     ("bits", 1, 5376, 21504, PLAIN),
     ("bits", 8, 21504, 5376, GATED),
+    ("bits", 1, 10240, 2560, GATED),
     ("bits", 16, 16384, 5376, PLAIN),
+    ("bits", 16, 21504, 5376, GATED),
+    ("bits", 16, 10240, 2560, GATED),
+    ("bits", 8, 5376, 8192, PLAIN),
     ("warps", 1, 5376, 8192, PLAIN),
     ("warps", 16, 21504, 5376, GATED),
     ("warps", 4, 2816, 2112, PLAIN),
@@ -43,7 +47,8 @@ LINEAR = (
     ("tiles", 64, 21504, 5376, GATED),
     ("tiles", 256, 16384, 5376, PLAIN),
 )
-MAIN = [case for case in LINEAR if case[:2] in (("stream", 8), ("bits", 8), ("warps", 1), ("tiles", 64))]
+MAIN = [case for case in LINEAR if case[:2] in (("stream", 8), ("warps", 1), ("tiles", 64))]
+BITS = [case if case[1] == 8 else pytest.param(case, marks=pytest.mark.slow) for case in LINEAR if case[0] == "bits"]
 
 
 def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -80,9 +85,9 @@ def experts_of(num_tokens: int, name: str, capability: int) -> list[Launch]:
     gate_up, down = matrix_of(name, 128, 1408, 2816), matrix_of(name, 128, 2816, 704)
     describe = experts.describe_assigned if num_tokens <= experts.ASSIGNED_TOKENS else experts.describe_grouped
     routed = meta(num_tokens, 8, dtype=torch.float32), meta(num_tokens, 8, dtype=torch.int32)
-    extra = {"pdl": has_dependent_launch(capability), "shared": SHARED_BYTES[capability]}
-    x = meta(num_tokens, 2816)
-    return [launch for launch in describe(x, *routed, gate_up, down, x, **extra) if "words" in launch.arguments]
+    pdl, shared, x = has_dependent_launch(capability), SHARED_BYTES[capability], meta(num_tokens, 2816)
+    launches = describe(x, *routed, gate_up, down, x, pdl=pdl, shared=shared)
+    return [launch for launch in launches if "words" in launch.arguments]
 
 
 def check(launch: Launch, capability: int, folder: Path) -> None:
@@ -100,6 +105,19 @@ def test_main_formats_on_hopper(case: tuple[str, int, int, int, int], name: str,
     launch = linear_of(case, name, HOPPER)
     assert launch is not None
     check(launch, HOPPER, tmp_path)
+
+
+@pytest.mark.parametrize("case", BITS, ids=str)
+def test_bits_on_hopper(case: tuple[str, int, int, int, int], tmp_path: Path) -> None:
+    """Whole and as parts. Nothing is spilled at all."""
+    for keeps_parts in (False, True) if case[-1] == PLAIN else (False,):
+        launch = linear_of(case, "int4", HOPPER)
+        assert launch is not None
+        if keeps_parts:
+            launch.arguments |= {"y": meta(launch.grid[1], case[1], case[2], dtype=torch.float32), "KEEP_PARTS": True}
+        compiled = compile_for(launch, HOPPER)
+        assert compiled.metadata.shared <= SHARED_BYTES[HOPPER]
+        assert resources(compiled.asm["cubin"], tmp_path)["STACK"] == 0
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from culet.kernels.triton.attention.key_tiles import LOG2E, UNSEEN
 from culet.kernels.triton.attention.tiles import DecodeTile
-from culet.kernels.triton.dependent_launch import enter_early, options
+from culet.kernels.triton.dependent_launch import enter, options
 from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch
 from culet.kernels.types import PagedKV, RaggedRows
@@ -189,7 +189,7 @@ def _join(
         place = _first_place(rows, splits_R, row)
         wanted = _share(count, total, target)
     splits = _split_count(count, wanted, MIN_TILES)
-    enter_early(PDL)  # before any return, since a program that exits early would let the next kernel overtake the previous one
+    enter(PDL)  # before any return, since a program that exits early would let the next kernel overtake the previous one
     if (count == 0) | (splits <= 1) | (query >= num_queries):
         return
     token = begin + query

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from culet.kernels.triton.dependent_launch import enter_early, options
+from culet.kernels.triton.dependent_launch import enter, options
 from culet.kernels.triton.device import uses_pdl
 from culet.kernels.triton.launch import Launch, next_power_of_2, run_prepared
 from culet.kernels.triton.norms.exchange import meet, next_place, read_sum, write_row
@@ -46,7 +46,7 @@ def _rms_norm_kernel(
     cols = tl.arange(0, BLOCK_D)
     inside = cols < D
     w = _load(weight, cols, inside)
-    enter_early(PDL)
+    enter(PDL)
     row = _load(x + token * x_stride, cols, inside)
     tl.store(y + token * y_stride + cols, _norm(row, w, D, eps).to(y.dtype.element_ty), mask=inside)
 
@@ -69,7 +69,7 @@ def _sum_norms_kernel(
     cols = tl.arange(0, BLOCK_D)
     inside = cols < D
     w_a, w_b = _load(weight_a, cols, inside), _load(weight_b, cols, inside)
-    enter_early(PDL)
+    enter(PDL)
     total = _norm(_load(a + token * a_stride, cols, inside), w_a, D, eps)
     total += _norm(_load(b + token * b_stride, cols, inside), w_b, D, eps)
     tl.store(y + token * D + cols, total.to(y.dtype.element_ty), mask=inside)
@@ -101,7 +101,7 @@ def _residual_norm_kernel(
         w_b = _load(next_b, cols, inside)
     if HAS_SCALAR:
         factor = tl.load(scalar).to(tl.float32)
-    enter_early(PDL)
+    enter(PDL)
     row = _load(x + token * x_stride, cols, inside)
     change = _load(delta + token * delta_stride, cols, inside)
     for part in tl.static_range(1, NUM_PARTS):

@@ -115,12 +115,12 @@ def _request_weights(
 
 
 @gluon.jit
-def _fetch(
+def fetch(
     W, S, X, w_smem, scale_smem, x_smem, full, empty, N,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
     PER_WORD: gl.constexpr, GROUP: gl.constexpr, SCALE_BYTES: gl.constexpr, HAS_UP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Run the fetching warp."""
+    """Run the fetching warp. It requests weights before it waits for the kernel that computes the tokens."""
     ROW_BYTES: gl.constexpr = 4 * BLOCK_K // PER_WORD + (BLOCK_K // GROUP * SCALE_BYTES if GROUP > 0 else 0)
     BYTES: gl.constexpr = BLOCK_N * (2 if HAS_UP else 1) * ROW_BYTES + 2 * BLOCK_K * BLOCK_M
     row = gl.program_id(0) * BLOCK_N
@@ -181,7 +181,7 @@ def _multiply(
         if step + STAGES < STEPS:
             gl.thread_barrier()
             mbarrier.arrive(empty.index(place), count=1)
-    _store_outputs(
+    store_outputs(
         total, up, scale, y, factor, parts, arrivals, M, N, scale_stride, y_stride, factor_stride, softcap,
         BLOCK_N, BLOCK_M, SPLIT_K, KEEP_PARTS, EPILOGUE, FORMAT, BLOCK_SCALES, WARPS,
     )  # fmt: skip
@@ -197,7 +197,7 @@ def _scaled(total, scale, rows, scale_stride, N, first_row, FORMAT: gl.constexpr
 
 
 @gluon.jit
-def _store_outputs(
+def store_outputs(
     total, up, scale, y, factor, parts, arrivals, M, N, scale_stride, y_stride, factor_stride, softcap: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, SPLIT_K: gl.constexpr, KEEP_PARTS: gl.constexpr, EPILOGUE: gl.constexpr,
     FORMAT: gl.constexpr, BLOCK_SCALES: gl.constexpr, WARPS: gl.constexpr,
@@ -254,7 +254,7 @@ def _quantised_stream_kernel(
                 M, N, scale_stride, y_stride, factor_stride,
                 BLOCK_M, BLOCK_N, BLOCK_K, STEPS, SPLIT_K, KEEP_PARTS, STAGES, EPILOGUE, FORMAT, GROUP, BLOCK_SCALES, WARPS,
             )),
-            (_fetch, (
+            (fetch, (
                 W, S, X, w_smem, scale_smem, x_smem, full, empty, N,
                 BLOCK_M, BLOCK_N, BLOCK_K, STEPS, STAGES, PER_WORD, GROUP, SCALE_BYTES, HAS_UP, PDL,
             )),
@@ -301,8 +301,8 @@ def describe_stream(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile,
     parts, arrivals = extra["workspace"] if is_joined else (out, out)
     programs = cdiv(num_rows, tile.block_n)
     assert num_tokens <= MAX_TOKENS, f"{num_tokens} tokens do not fit into a tile"
-    is_bits = tile.kernel == "bits"  # the kernel of `hopper_bits`, whose warps have all rows
-    assert tile.block_n % (16 if is_bits else 16 * tile.num_warps) == 0, f"{tile} has too few rows for its warps"
+    row_warps = 1 if tile.kernel == "bits" else tile.num_warps  # The warps of `hopper_bits` all have the same rows.
+    assert tile.block_n % (16 * row_warps) == 0, f"{tile} has too few rows for its warps"
     assert size_k % (tile.block_k * tile.split_k) == 0, f"{tile} does not divide {size_k} inputs"
     if is_joined:
         planes = tile.split_k * (2 if epilogue == GATED else 1)
@@ -312,7 +312,7 @@ def describe_stream(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile,
     scale_bytes = scales.element_size() * tile.block_k // matrix.group if has_groups else 0
     per_stage = weight_rows * (4 * tile.block_k // per_word + scale_bytes) + 2 * block_m * tile.block_k
     # The sums pass through shared memory on their way to the layout of the outputs.
-    left = SHARED_BYTES[HOPPER] - RESERVED - 4 * tile.block_n * block_m * (tile.num_warps if is_bits else 1)
+    left = SHARED_BYTES[HOPPER] - RESERVED - 4 * tile.block_n * block_m * (tile.num_warps // row_warps)
     stages = min(tile.num_stages, size_k // tile.split_k // tile.block_k, left // per_stage)
     row_scale = matrix.global_scale if matrix.format == NVFP4 else matrix.scale
     arguments: dict[str, Any] = {

@@ -17,7 +17,7 @@ from culet.kernels.triton.norms.pointwise import gelu_gate, gelu_mul, softcap
 from culet.kernels.triton.quantised.few_tokens import describe
 from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.prefill import dequantise, quantise_tokens
-from culet.kernels.triton.quantised.tiles import MAX_STREAM_TOKENS, Product, choose_stream, choose_tile, choose_warps
+from culet.kernels.triton.quantised.tiles import MAX_STREAM_TOKENS, Product, choose_hopper, choose_tile, choose_warps
 from culet.kernels.triton.quantised.unpack import FP8
 from culet.kernels.types import QuantisedWeight
 from culet.log import logger
@@ -46,7 +46,7 @@ def _choose(x_MK: Tensor, matrix: PackedMatrix, product: Product) -> Tile | None
         return None
     tile = None
     if is_replayed() and is_hopper(x_MK.device) and not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16):
-        tile = choose_stream(product, matrix)
+        tile = choose_hopper(product, matrix)
     return tile or choose_warps(product, matrix) or choose_tile(product, matrix)
 
 

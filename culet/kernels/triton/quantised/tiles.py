@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from culet.kernels.triton.launch import cdiv
 from culet.kernels.triton.linear.tiles import GATED, MAX_ARRIVALS, MAX_PARTS, PLAIN, Tile
 from culet.kernels.triton.quantised.packed import PackedMatrix
-from culet.kernels.triton.quantised.unpack import FORMATS, FP8, INT4, INT8, NVFP4
+from culet.kernels.triton.quantised.unpack import FP8, INT4, INT8, NVFP4
 from culet.kernels.types import FP8_BLOCK
 
+MAX_BITS_TOKENS = 16
 MAX_STREAM_TOKENS = 32
 MAX_WARP_TOKENS = 16
 MAX_TILE_TOKENS = 128  # With more, cuBLAS and a dequantised copy are faster.
 STREAM_PROGRAMS = 200  # K is split until there are this many, with up to 8 tokens.
 RESIDENT_PROGRAMS = 264  # two on each of 132 multiprocessors. With more tokens, more programs would run in a second wave.
 STREAM_BYTES = 30e6  # Smaller matrices of 4-bit weights are faster by `warps`.
+BITS_BYTES = 26e6, 20e6  # the same for `hopper_bits` with up to 4 tokens, and with more
 STREAM_GROUP = 32  # inputs per scale of int4. A row of a tile's scales must be 16 bytes.
 NUM_WARPS = {4: 1200, 8: 2400}  # that should run at once, by the bits of a weight
 MAX_SPLIT = 16
-
-MAX_BITS_TOKENS = 16
-# A trial: `hopper_bits` for these formats, such as CULET_QUANTISED_BITS=int4,fp8.
-_WITH_BITS = [FORMATS[name] for name in os.environ.get("CULET_QUANTISED_BITS", "").split(",") if name]
+MOST_PARTS = 8  # With more parts of K, `hopper_bits` does not split it if there are ENOUGH_PROGRAMS.
+ENOUGH_PROGRAMS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +53,41 @@ class Product:
         return max((parts for parts in self._splits(steps, programs) if programs * parts <= RESIDENT_PROGRAMS), default=1)
 
 
-def choose_stream(product: Product, matrix: PackedMatrix) -> Tile | None:
-    """Return the tile of a Hopper kernel, or None if there is none for the matrix or it is slower."""
-    found = choose_bits(product, matrix) if matrix.format in _WITH_BITS else None
-    return found or _choose_stream(product, matrix)
+def choose_hopper(product: Product, matrix: PackedMatrix) -> Tile | None:
+    """Return the tile of the faster Hopper kernel, or None if neither supports the matrix or both are slower."""
+    return choose_bits(product, matrix) or choose_stream(product, matrix)
 
 
 def choose_bits(product: Product, matrix: PackedMatrix) -> Tile | None:
-    """Return the tile of `hopper_bits`, or None if that does not support the matrix."""
-    block_k = 128 if matrix.format == FP8 else 256
-    if product.num_tokens > MAX_BITS_TOKENS or matrix.num_columns % block_k or not can_be_bits(matrix):
+    """Return the tile of `hopper_bits`, or None if that does not support the matrix or is slower."""
+    if product.num_tokens > MAX_BITS_TOKENS or matrix.num_columns % 256 or not has_stream_groups(matrix):
         return None
-    split = product.split(matrix.num_columns // block_k, cdiv(product.num_rows, 64), STREAM_PROGRAMS)
+    few, steps = product.num_tokens <= 4, matrix.num_columns // 256
+    is_small = matrix.words.numel() * 4 < BITS_BYTES[0 if few else 1]
+    programs = cdiv(product.num_rows, 64)
+    split = product.split(steps, programs, STREAM_PROGRAMS)
     if product.epilogue == GATED:
-        return Tile("bits", 64, block_k, 4, 3, split)
-    return Tile("bits", 64, block_k, 4, 5 if matrix.format == FP8 else 4, split)
+        if is_small:
+            return None
+        if split == 1 and product.num_tokens <= 8:
+            return Tile("bits", 64, 256, 4, 2)
+        # With half the rows, sums of 16 tokens fit into registers, and a split, which writes gate and up as parts, is rare.
+        return Tile("bits", 32, 256, 4, 3, product.split(steps, cdiv(product.num_rows, 32), STREAM_PROGRAMS))
+    if split > MOST_PARTS and programs >= ENOUGH_PROGRAMS:
+        split = 1  # q/k/v of the 26B, with 11 steps, where `warps` has 11 parts
+    elif is_small:
+        return None
+    # With 5 tokens or more, programs of the next kernel slow this one down. Six stages leave them no shared memory.
+    return Tile("bits", 64, 256, 4, 4 if few or programs * split > RESIDENT_PROGRAMS else 6, split)
 
 
-def can_be_bits(matrix: PackedMatrix) -> bool:
-    """Return whether `hopper_bits` supports the matrix."""
-    if matrix.format == INT4:
-        return matrix.group == STREAM_GROUP and matrix.zero is None and matrix.scale.element_size() == 2
-    return matrix.format == FP8 and not matrix.has_blocks
+def has_stream_groups(matrix: PackedMatrix) -> bool:
+    """Return whether the Hopper kernels can fetch the scales of an int4 matrix with its weights."""
+    has_groups = matrix.format == INT4 and matrix.group == STREAM_GROUP
+    return has_groups and matrix.zero is None and matrix.scale.element_size() == 2
 
 
-def _choose_stream(product: Product, matrix: PackedMatrix) -> Tile | None:
+def choose_stream(product: Product, matrix: PackedMatrix) -> Tile | None:
     """Return the tile of `hopper_stream`, or None if that does not support the matrix or is slower."""
     is_wide = matrix.format in (INT8, FP8)
     block_k = 128 if is_wide else 256
@@ -104,7 +113,7 @@ def _choose_stream(product: Product, matrix: PackedMatrix) -> Tile | None:
 
 def _can_stream(product: Product, matrix: PackedMatrix) -> bool:
     if matrix.format == INT4:
-        return matrix.group == STREAM_GROUP and matrix.zero is None and matrix.scale.element_size() == 2
+        return has_stream_groups(matrix)
     if matrix.format == INT8:
         return matrix.group == matrix.num_columns
     return matrix.format == NVFP4 or not matrix.has_blocks or product.num_rows % FP8_BLOCK == 0

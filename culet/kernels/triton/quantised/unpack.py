@@ -1,6 +1,7 @@
 """Turn packed weights into bfloat16 values with bit operations. Triton and Gluon kernels share these functions.
 
-Values of a word stay in order, so that tokens need no reordering. The instructions exist from sm_80 on.
+Values of a word stay in order, so that tokens need no reordering. Only `int4_subnormals` returns them in pairs. The
+instructions exist from sm_80 on.
 """
 
 # mypy: disallow-untyped-defs=False, check-untyped-defs=False
@@ -11,7 +12,6 @@ import triton
 import triton.language as tl
 
 INT4, INT8, FP8, NVFP4 = 0, 1, 2, 3  # formats
-FORMATS = {"int4": INT4, "int8": INT8, "fp8": FP8, "nvfp4": NVFP4}
 VALUES_PER_WORD = {INT4: 8, INT8: 4, FP8: 4, NVFP4: 8}  # a word is an int32
 # Unpacked nvfp4 weights are smaller by this factor, so that their scales need only one product.
 NVFP4_SHIFT = 2.0**8
@@ -224,31 +224,6 @@ def int4_subnormals(words):
 
 
 @triton.jit
-def fp8_subnormals(words):
-    """Return the four e4m3 values of each word times 2^-120. Values i and i + 2 share a register."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 s, t<4>;
-        mov.b32 s, 0x80008000;
-        shl.b32 t0, $4, 8;
-        shl.b32 t1, $4, 4;
-        shr.u32 t2, $4, 4;
-        and.b32 t1, t1, 0x07F007F0;
-        and.b32 t2, t2, 0x07F007F0;
-        lop3.b32 t0, t0, s, t1, 0xea;
-        lop3.b32 t2, $4, s, t2, 0xea;
-        mov.b32 {$0, $2}, t0;
-        mov.b32 {$1, $3}, t2;
-        }""",
-        "=h,=h,=h,=h,r",
-        [words],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
 def int4_tokens(x):
     """Return x * 2^64 in even and x * 2^60 in odd columns, the counterpart of `int4_subnormals`. Both are exact."""
     return tl.inline_asm_elementwise(
@@ -267,34 +242,9 @@ def int4_tokens(x):
 
 
 @triton.jit
-def fp8_tokens(x):
-    """Return x * 2^64, the counterpart of `fp8_subnormals`."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 t<2>;
-        mov.b32 t0, 0x5F805F80;
-        mov.b32 t1, 0x80008000;
-        fma.rn.bf16x2 $0, $1, t0, t1;
-        }""",
-        "=r,r",
-        [x],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
 def eight_in_pairs(values):
     """Return [..., 4, 2] from the eight tensors of `int4_subnormals`. Value i is at [i % 4, i / 4]."""
     v0, v1, v2, v3, v4, v5, v6, v7 = values
     low = tl.join(tl.join(v0, v2), tl.join(v1, v3))
     high = tl.join(tl.join(v4, v6), tl.join(v5, v7))
     return tl.join(low, high)
-
-
-@triton.jit
-def four_in_pairs(values):
-    """Return [..., 2, 2] from the four tensors of `fp8_subnormals`. Value i is at [i % 2, i / 2]."""
-    v0, v1, v2, v3 = values
-    return tl.join(tl.join(v0, v1), tl.join(v2, v3))
