@@ -9,11 +9,12 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from culet.types import WHITE_SPACE, GrammarSpec
 
@@ -72,9 +73,12 @@ def _lark_of(source: str) -> str:
     return lark
 
 
-def _character(escape: re.Match[str]) -> str:
-    """Return the character of a `\\u` or `\\U` escape, which the translation of GBNF does not know. Keep other escapes."""
-    digits = escape[1] or escape[2]
+def _character(escape: re.Match[str], *, is_lark: bool) -> str:
+    """Return the character of a `\\u` or `\\U` escape. Keep other escapes.
+
+    The translation of GBNF knows neither. Lark's notation has `\\u`, in which a character may be a pair of them.
+    """
+    digits = escape[2] if is_lark else escape[1] or escape[2]
     if digits is None or int(digits, 16) > sys.maxunicode:
         return escape[0]
     code = int(digits, 16)
@@ -87,7 +91,8 @@ def _source(spec: GrammarSpec) -> str:
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(spec.text)
         if spec.kind == "lark":
-            return LLMatcher.grammar_from_lark(any_to_lark(_ESCAPED.sub(_character, spec.text)))
+            character = partial(_character, is_lark=is_lark_syntax(spec.text))
+            return LLMatcher.grammar_from_lark(any_to_lark(_ESCAPED.sub(character, spec.text)))
         if spec.kind == "choice":
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives(json.loads(spec.text))}")
         if spec.kind == "json_schema":
