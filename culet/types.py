@@ -55,6 +55,9 @@ class GrammarSpec:
     after_thought: bool = False  # the model may think first, and the grammar applies after the thought
     on_call: bool = False  # the output is free, and the grammar applies to each tool call from its opening token on
     field: str = "structured_outputs"  # the field of the request that it comes from, for errors
+    free_tools: tuple[
+        str, ...
+    ] = ()  # tools whose calls it holds to any arguments, because it cannot hold them to their schemas
 
     @property
     def key(self) -> str:

@@ -5,10 +5,9 @@ next to a structured answer.
 
     <|tool_call>call:NAME{key:value,...}<tool_call|>
 
-Keys are bare and sorted, as in training. A string is enclosed in two quote tokens `<|"|>`, without escapes. Numbers, true,
-false and null are bare. Schemas come from clients and are not trusted. Any part that is not understood allows any value. A
-small schema can expand to a large grammar, so the text is counted as it is produced, and all of this runs in the process that
-checks grammars, within its limits on time and memory.
+`schema.rules` writes the arguments. Schemas come from clients and are not trusted. Any part that is not understood allows any
+value. A small schema can expand to a large grammar, so the text is counted as it is produced, and all of this runs in the
+process that checks grammars, within its limits on time and memory.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ class ToolForm(Struct, frozen=True):
     name: str | None = None  # the only tool that may be called
     one_call: bool = False
     document: GrammarSpec | None = None
+    is_lenient: bool = False  # a tool whose schema has no grammar may be called with any arguments
+    free: tuple[str, ...] = ()  # tools that may be called with any arguments
 
     @property
     def field(self) -> str:
@@ -41,7 +42,12 @@ class ToolForm(Struct, frozen=True):
 
 
 def tool_form(
-    tools: Sequence[Mapping[str, Any]], *, name: str | None = None, one_call: bool = False, document: GrammarSpec | None = None
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    name: str | None = None,
+    one_call: bool = False,
+    document: GrammarSpec | None = None,
+    is_lenient: bool = False,
 ) -> ToolForm:
     """Return the form of calls of `tools`, without the parts of the tools that a grammar does not need."""
     schemas = []
@@ -50,17 +56,16 @@ def tool_form(
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRequest("tools: expected functions with a name", hint='{"type": "function", "function": {"name": ...}}')
         schemas.append({"function": {key: function.get(key) for key in ("name", "parameters")}})
-    return ToolForm(Raw(msgspec.json.encode(schemas)), name, one_call, document)
+    return ToolForm(Raw(msgspec.json.encode(schemas)), name, one_call, document, is_lenient)
 
 
 def expand(fields: Mapping[str, Any]) -> GrammarSpec:
     """Return the grammar of a ToolForm, given as parsed JSON. Raise BadRequest if it is too large."""
     document = fields.get("document")
-    name, one_call = fields.get("name"), bool(fields.get("one_call"))
-    if document is None:
-        text = call_grammar(fields["tools"], name=name, one_call=one_call)
-    else:
-        text = document_or_calls(GrammarSpec(**document), call_rules(fields["tools"], name=name, one_call=one_call))
+    rules = call_rules(
+        fields["tools"], name=fields.get("name"), one_call=bool(fields.get("one_call")), free=fields.get("free", ())
+    )
+    text = f"start: calls\n{rules}" if document is None else document_or_calls(GrammarSpec(**document), rules)
     if len(text) > MAX_GRAMMAR_CHARS:
         raise too_large()
     return GrammarSpec("lark", text)
@@ -92,15 +97,23 @@ def call_grammar(tools: Sequence[Mapping[str, Any]], *, name: str | None = None,
     return f"start: calls\n{call_rules(tools, name=name, one_call=one_call)}"
 
 
-def call_rules(tools: Sequence[Mapping[str, Any]], *, name: str | None = None, one_call: bool = False) -> str:
-    """Return the rules of `call_grammar` without the start rule. The first rule is `calls`."""
+def call_rules(
+    tools: Sequence[Mapping[str, Any]], *, name: str | None = None, one_call: bool = False, free: Sequence[str] = ()
+) -> str:
+    """Return the rules of `call_grammar` without the start rule. The first rule is `calls`.
+
+    Tools in `free` may be called with any arguments.
+    """
     rules = Rules()
     bodies = []
     for function in [tool["function"] for tool in tools]:
         if name is not None and function["name"] != name:
             continue
         parameters = function.get("parameters")
-        arguments = rules.of_arguments(parameters if isinstance(parameters, Mapping) else {})
+        if function["name"] in free:
+            arguments: str | None = "any_object"
+        else:
+            arguments = rules.of_arguments(parameters if isinstance(parameters, Mapping) else {})
         if arguments is None:
             raise BadRequest(f"no arguments fit the schema of {function['name']}")
         bodies.append(f"{literal('call:' + function['name'])} {arguments}")

@@ -25,7 +25,6 @@ MAX_COUNT = 4096  # Larger bounds on lengths and counts are not enforced.
 _MAX_DEPTH = 64
 _MAX_CASES = 1000  # of one schema. The parser's row holds 2,000 items.
 _MAX_WORK = 200_000  # cases that are joined and values that are checked, of all tools together
-_MAX_FACTOR = 10**6  # Multiples of numbers with more digits are not enforced.
 NUMBERS = frozenset({"integer", "fraction"})  # A schema's `number` is either.
 TYPES = frozenset({"string", "boolean", "null", "array", "object"}) | NUMBERS
 _TYPES_OF = {"number": NUMBERS, **{name: frozenset({name}) for name in TYPES - {"fraction"}}}
@@ -112,7 +111,9 @@ class Reducer:
         found = []
         for schema in schemas:
             seen = set[int]()
-            while isinstance(schema, Mapping) and "$ref" in schema and _ANNOTATIONS.issuperset(schema) and id(schema) not in seen:
+            while (
+                isinstance(schema, Mapping) and "$ref" in schema and _ANNOTATIONS.issuperset(schema) and id(schema) not in seen
+            ):
                 seen.add(id(schema))
                 schema = follow(schema["$ref"], self._root)
             found.append(schema)
@@ -268,6 +269,7 @@ def join(one: Case, other: Case) -> Case | None:
 
 def _own_case(schema: Mapping[str, Any]) -> Case:
     """Return the case of a schema's own keywords."""
+    multiple = exact(schema.get("multipleOf"))
     case = Case(
         types=_stated_types(schema),
         min_length=_count(schema, "minLength") or 0,
@@ -275,7 +277,7 @@ def _own_case(schema: Mapping[str, Any]) -> Case:
         patterns=frozenset(_patterns(schema)),
         low=_bound(schema, "minimum", "exclusiveMinimum", 1),
         high=_bound(schema, "maximum", "exclusiveMaximum", -1),
-        multiple=_multiple(schema.get("multipleOf")),
+        multiple=multiple if multiple is not None and multiple > 0 else None,
         arrays=(schema,) if not schema.keys().isdisjoint(("items", "prefixItems")) else (),
         min_items=_count(schema, "minItems") or 0,
         max_items=_count(schema, "maxItems"),
@@ -333,13 +335,6 @@ def _bound(schema: Mapping[str, Any], name: str, open_name: str, sign: int) -> B
     if closed is not None and (closed.value - open_value) * sign > 0:
         return closed
     return Bound(open_value, True)
-
-
-def _multiple(value: object) -> Fraction | None:
-    multiple = exact(value)
-    if multiple is None or multiple <= 0 or max(multiple.numerator, multiple.denominator) > _MAX_FACTOR:
-        return None
-    return multiple
 
 
 def _count(schema: Mapping[str, Any], key: str) -> int | None:

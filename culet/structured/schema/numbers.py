@@ -47,18 +47,17 @@ def range_body(low: Bound | None, high: Bound | None, *, whole: bool) -> str | N
         least, most = whole_bounds(low, high)
         low = None if least is None else Bound(Fraction(least))
         high = None if most is None else Bound(Fraction(most))
-    if low is not None and high is not None:
-        if low.value > high.value or (low.value == high.value and (low.is_open or high.is_open)):
-            return None
+    if low is not None and high is not None and (low.value, low.is_open or high.is_open) > (high.value, False):
+        return None
     digits = _Digits(low, high, whole)
     zero = Bound(Fraction(0))
     parts = []
     if high is None or high.value > 0 or (high.value == 0 and not high.is_open):
         parts.append(digits.between(max(low, zero) if low is not None and low.value >= 0 else zero, high))
     if low is None or low.value < 0:
-        least = Bound(-high.value, high.is_open) if high is not None and high.value <= 0 else Bound(Fraction(0), True)
-        most_negative = None if low is None else Bound(-low.value, low.is_open)
-        parts.append(f'"-" {digits.between(least, most_negative)}')
+        nearest = Bound(-high.value, high.is_open) if high is not None and high.value < 0 else Bound(Fraction(0), True)
+        farthest = None if low is None else Bound(-low.value, low.is_open)
+        parts.append(f'"-" {digits.between(nearest, farthest)}')
     return " | ".join(parts)
 
 
@@ -90,7 +89,9 @@ class _Digits:
             return [*texts, *([] if low.is_open else [digits])]
         any_digits = f"[0-9]{{0,{self._num_fraction}}}"
         texts += [
-            rf"{digits}\.{fraction[:place]}[{int(digit) + 1}-9]{any_digits}" for place, digit in enumerate(fraction) if digit < "9"
+            rf"{digits}\.{fraction[:place]}[{int(digit) + 1}-9]{any_digits}"
+            for place, digit in enumerate(fraction)
+            if digit < "9"
         ]
         if low.is_open:
             return [*texts, rf"{digits}\.{fraction}{any_digits}[1-9]{any_digits}"]

@@ -1,8 +1,8 @@
 """Translate a schema's `pattern` and `format` to regular expressions of llguidance, and test texts against them.
 
 A schema's pattern is written in JavaScript's notation and matches if any part of the text does. A grammar's expression has to
-match the whole text. Where JavaScript, Python and Rust disagree (what `\\d`, `\\w`, `\\s` and `.` match), the translation matches
-only what all of them do, so a text fits whoever checks it.
+match the whole text. Where JavaScript, Python and Rust disagree (what `\\d`, `\\w`, `\\s` and `.` match), the translation
+matches only what all of them do, so a text fits whoever checks it.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class _Reader:
     def read_branches(self, depth: int) -> tuple[tuple[_Part, ...], ...]:
         if depth > _MAX_NESTING:
             raise _Unsupported("nested too deeply")
-        branches, parts = [], []
+        branches: list[tuple[_Part, ...]] = []
+        parts: list[_Part] = []
         while (char := self._peek()) and char != ")":
             if char == "|":
                 self.position += 1

@@ -2,8 +2,8 @@
 
     {key:value,...}   [value,...]   <|"|>text<|"|>   5   true   null
 
-Declared keys are sorted, as in training, and those that a schema does not name come after them. Keys are bare if they can be read
-back that way, otherwise between quote tokens. Strings are between two quote tokens, without escapes.
+Declared keys are sorted, as in training, and those that a schema does not name come after them. Keys are bare if they can be
+read back that way, otherwise between quote tokens. Strings are between two quote tokens, without escapes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ _MAX_KEYS = (
 _MAX_OPTIONAL = 400  # Each optional key is 4 items of the parser's row, which holds 2,000.
 _MAX_COUNTED = 1000  # Numbers of properties are enforced if keys times bound are at most this.
 _MAX_MULTIPLE = 10**18 - 1  # the greatest number of which multiples are written
+_MAX_FACTOR = 10**4  # Multiples of larger numbers, or of numbers with more digits, are not enforced.
 _PART_OF_KEY = r"""[^\s\x00-\x1f{}\[\],:"'<>|]"""
 _BARE_KEY = re.compile(rf"{_PART_OF_KEY}+(?: {_PART_OF_KEY}+)*")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which cannot be encoded
 _QUOTE = '<|"|>'
 _MAX_CONSTANTS = 500  # arrays and objects in one enum
 _MAX_NUMBER = 10**300  # Larger numbers are not read back as numbers.
@@ -153,7 +155,9 @@ class Rules:
         words = [value for value in values if not isinstance(value, str | list | dict)]
         others = [value for value in values if isinstance(value, list | dict) or value == ""]
         if len(others) > _MAX_CONSTANTS:
-            raise BadRequest(f"the schemas are too large: an enum has {len(others)} arrays and objects, at most {_MAX_CONSTANTS}")
+            raise BadRequest(
+                f"the schemas are too large: an enum has {len(others)} arrays and objects, at most {_MAX_CONSTANTS}"
+            )
         parts = [_constant(value) for value in others]
         if texts:
             parts.append(f"({_QUOTE} {self._terminal(' | '.join(texts))} {_QUOTE})")
@@ -181,7 +185,7 @@ class Rules:
         return self._new(f"{_QUOTE} {self._terminal(' & '.join(parts))}{'?' if may_be_empty else ''} {_QUOTE}")
 
     def _number(self, case: Case, *, whole: bool) -> str | None:
-        if case.multiple is not None:
+        if case.multiple is not None and max(case.multiple.numerator, case.multiple.denominator) <= _MAX_FACTOR:
             return self._multiple(case, case.multiple, whole=whole)
         if case.low is None and case.high is None:
             return "INTEGER" if whole else "NUMBER"
@@ -191,7 +195,9 @@ class Rules:
     def _multiple(self, case: Case, multiple: Fraction, *, whole: bool) -> str | None:
         """Return a rule for multiples of a number, which llguidance knows only as a JSON schema."""
         low = max(filter(None, (case.low, Bound(Fraction(-_MAX_MULTIPLE)))))
-        high = min(filter(None, (case.high, Bound(Fraction(_MAX_MULTIPLE)))), key=lambda bound: (bound.value, not bound.is_open))
+        high = min(
+            filter(None, (case.high, Bound(Fraction(_MAX_MULTIPLE)))), key=lambda bound: (bound.value, not bound.is_open)
+        )
         if whole:
             multiple = Fraction(multiple.numerator)  # the integers among the multiples
         least, most = whole_bounds(
@@ -231,7 +237,7 @@ class Rules:
             return None if low else ""
         if comma:
             return f"({comma} {item}){_times(low, high)}"
-        more = f'("," {item}){_times(max(0, low - 1), None if high is None else high - 1)}'
+        more = self._repeated('","', item, max(0, low - 1), None if high is None else high - 1)
         return f"{item} {more}" if low else f"({item} {more})?"
 
     def _object(self, case: Case) -> str | None:
@@ -281,7 +287,7 @@ class Rules:
         for count in range(most + 1):
             left = None if high is None else high - count
             ends.append(self._repeated('","' if count else "", others, max(0, low - count), left))
-        for key in reversed(sorted(pairs)):
+        for key in sorted(pairs, reverse=True):
             before, ends = ends, []
             for count in range(most + 1):
                 after = before[min(count + 1, most)]
@@ -389,7 +395,7 @@ def _key(key: str) -> str:
 
 def _is_writable(text: str) -> bool:
     """Return whether a text has no half of a character."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
+    return _SURROGATE.search(text) is None
 
 
 def _constant(value: object) -> str | None:

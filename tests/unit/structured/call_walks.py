@@ -43,7 +43,9 @@ def walk(compiler: GrammarCompiler, text: str, seed: int) -> list[int]:
 
 def read_calls(tokens: list[int], schemas: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the calls as the server reads them."""
-    calls, reader, pieces = [], None, []
+    calls: list[tuple[str, Any]] = []
+    pieces: list[str] = []
+    reader: CallReader | None = None
     for token in tokens:
         if token == OPEN:
             reader, pieces = CallReader(schemas), []
