@@ -98,7 +98,7 @@ def test_addresses() -> None:
 def test_ranges() -> None:
     chance = random.Random(1)
     values = [0, 1, -1, 0.5, 3.14, -3.14, 7.25, 99, 100, -999, 12345, 10, 9, 1e-7, 2.5]
-    texts = "0 1 -1 9 10 11 99 100 101 5 0.5 -0.5 0.05 0.49 3.14 3.1 3.15 3.2 3 -3.14 -3.13 -3.15 999 -999 12345 1.0 7.250 7.2500001"
+    texts = "0 1 -1 9 10 11 99 100 101 5 0.5 -0.5 0.05 3.14 3.1 3.15 3.2 3 -3.14 -3.13 -3.15 999 -999 12345 1.0 7.250 7.2500001"
     for _ in range(100):
         low, high = (Bound(exact(chance.choice(values)) or Fraction(), chance.random() < 0.3) for _ in range(2))
         is_whole = chance.random() < 0.4
