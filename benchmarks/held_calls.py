@@ -40,24 +40,10 @@ DRAFTERS: dict[str, dict[str, Any] | None] = {
 BUDGETS = (0, 1, 7, 64)
 BATCH = 32
 COMPARED = 8  # one batch in this many is also run with the switch off
-WORDS = (
-    "facet count",
-    "a:b",
-    "stone",
-    "cut",
-    "carat",
-    "colour",
-    "shape",
-    "origin",
-    "price",
-    "count",
-    "polish",
-    "angle",
-    "table",
-    "girdle",
-)
+WORDS = ("stone", "cut", "carat", "colour", "shape", "origin", "price", "count", "polish", "angle", "table", "girdle")
 Tool = dict[str, Any]
 Check = Callable[[bool, str], None]
+FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 
 def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
@@ -105,7 +91,7 @@ def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def random_object(chance: random.Random, depth: int = 0) -> dict[str, Any]:
-    names = chance.sample(WORDS, chance.randrange(1, 4))
+    names = chance.sample((*WORDS, "facet count", "a:b"), chance.randrange(1, 4))
     required = [name for name in names if chance.random() < 0.6]
     properties = {name: random_schema(chance, depth) for name in names}
     schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
@@ -139,7 +125,7 @@ def check_calls(result: Result, tools: Sequence[Tool], check: Check) -> int:
     complete = [call for call in result.tool_calls if call.is_complete]
     for call in complete:
         try:
-            jsonschema.validate(json.loads(call.arguments_json), schemas[call.name], format_checker=jsonschema.FormatChecker())
+            jsonschema.validate(json.loads(call.arguments_json), schemas[call.name], format_checker=FORMATS)
         except (KeyError, ValueError, jsonschema.ValidationError) as error:
             check(False, f"{call.name}{call.arguments_json}: {type(error).__name__}")
     is_cut = result.finish_reason == "length"
