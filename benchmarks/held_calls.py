@@ -43,12 +43,37 @@ COMPARED = 8  # one batch in this many is also run with the switch off
 WORDS = ("stone", "cut", "carat", "colour", "shape", "origin", "price", "count", "polish", "angle", "table", "girdle")
 Tool = dict[str, Any]
 Check = Callable[[bool, str], None]
+FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 
 def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
     """Return a random schema of a value, using the keywords that a grammar for tool calls enforces."""
-    kinds = ["string", "bounded", "integer", "number", "boolean", "enum", "nullable"] + ["array", "object"] * (depth < 2)
+    kinds = ["string", "bounded", "pattern", "format", "integer", "range", "multiple", "number", "boolean", "enum", "nullable"]
+    kinds += ["combined", "constant"] + ["array", "tuple", "object", "map"] * (depth < 2)
     match chance.choice(kinds):
+        case "pattern":
+            return {
+                "type": "string",
+                "pattern": chance.choice(["^[A-Z]{2}-[0-9]{1,4}$", "^(round|oval)", "^\\w+$"]),
+                "maxLength": 12,
+            }
+        case "format":
+            return {"type": "string", "format": chance.choice(["date", "date-time", "time", "email", "uuid", "ipv4"])}
+        case "range":
+            low, kind = chance.randrange(-50, 50), chance.choice(["integer", "number"])
+            return {"type": kind, "minimum": low, "exclusiveMaximum": low + chance.choice([2, 0.5, 1000])}
+        case "multiple":
+            return {"type": "integer", "multipleOf": chance.choice([2, 5, 7]), "minimum": 0}
+        case "combined":
+            return {"type": ["integer", "string"], "anyOf": [{"minimum": 3, "maxLength": 4}, {"enum": ["red", 1, None]}]}
+        case "constant":
+            return {"enum": [[1, "two"], {"three": 4, "a key": None}, "five"]}
+        case "tuple":
+            first = [random_schema(chance, depth + 1), {"type": "boolean"}]
+            return {"type": "array", "prefixItems": first, "items": False, "minItems": chance.randrange(3)}
+        case "map":
+            values = {"type": "integer", "minimum": 0}
+            return {"type": "object", "patternProperties": {"^n_": values}, "additionalProperties": False, "maxProperties": 2}
         case "bounded":
             low = chance.randrange(3)
             return {"type": "string", "minLength": low, "maxLength": low + chance.randrange(1, 12)}
@@ -66,10 +91,11 @@ def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def random_object(chance: random.Random, depth: int = 0) -> dict[str, Any]:
-    names = chance.sample(WORDS, chance.randrange(1, 4))
+    names = chance.sample((*WORDS, "facet count", "a:b"), chance.randrange(1, 4))
     required = [name for name in names if chance.random() < 0.6]
     properties = {name: random_schema(chance, depth) for name in names}
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {**schema, "minProperties": 1} if chance.random() < 0.2 else schema
 
 
 def random_tools(line: dict[str, Any], chance: random.Random) -> list[Tool]:
@@ -99,7 +125,7 @@ def check_calls(result: Result, tools: Sequence[Tool], check: Check) -> int:
     complete = [call for call in result.tool_calls if call.is_complete]
     for call in complete:
         try:
-            jsonschema.validate(json.loads(call.arguments_json), schemas[call.name])
+            jsonschema.validate(json.loads(call.arguments_json), schemas[call.name], format_checker=FORMATS)
         except (KeyError, ValueError, jsonschema.ValidationError) as error:
             check(False, f"{call.name}{call.arguments_json}: {type(error).__name__}")
     is_cut = result.finish_reason == "length"

@@ -56,6 +56,7 @@ class GrammarSpec:
     on_call: bool = False  # the output is free, and the grammar applies to each tool call from its opening token on
     field: str = "structured_outputs"  # the field of the request that it comes from, for errors
     prefix: str = ""  # text that the output continues, so that both together have the form
+    free_tools: tuple[str, ...] = ()  # tools that it cannot hold to their schemas. Their calls may have any arguments.
 
     @property
     def key(self) -> str:

@@ -75,8 +75,8 @@ class Engine:
         if request.grammar is not None:
             self._grammars.check(request.grammar)
 
-    def tool_call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> GrammarSpec | None:
-        """Return a grammar that limits tool calls to `tools`. Return None and log why if they cannot be compiled."""
+    def tool_call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> GrammarSpec:
+        """Return a grammar that limits tool calls to `tools`."""
         return self._grammars.call_grammar(tools)
 
     def prepare_grammars(self) -> None:

@@ -8,20 +8,23 @@ the engine. Processes start on demand and keep running.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 from culet.errors import BadRequest, QueueFull
 from culet.line_process import LineProcess
+from culet.log import logger
 from culet.structured.tool_grammar import ToolForm
 from culet.text.tokenizer import Tokenizer
 from culet.types import GrammarSpec
@@ -33,6 +36,9 @@ MAX_VERDICTS = 4096  # grammars whose verdict is remembered
 MAX_VERDICT_CHARS = 16 << 20  # limit on the text of the expanded grammars among them
 _ATTEMPTS = 2
 _FULL_SHARE = 0.9  # a grammar that had this share of the time limit and did not finish is too complex
+_LENIENT_SHARE = 0.5  # of its time that a lenient form may use before its tools are compiled one by one
+_ALONE_SHARE = 0.2  # of the time for all tools one by one, and for those together that compile
+_ONE_SHARE = 0.1  # for one tool
 _WHY_LATE = "the grammar was not checked in time, because other grammars were being compiled"
 
 Form = GrammarSpec | ToolForm
@@ -42,19 +48,24 @@ Form = GrammarSpec | ToolForm
 class Verdict:
     """What is known about a form: why it is refused, or the expanded grammar if it is a ToolForm.
 
-    `field` is the part of a ToolForm that is at fault, as a field of the request.
+    `field` is the part of a ToolForm that is at fault, as a field of the request. `free_tools` says why tools of a lenient form
+    are not held to their schemas.
     """
 
     error: str = ""
     hint: str = ""
     text: str = ""
     field: str = ""
+    is_late: bool = False
+    free_tools: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def spec(self, form: Form) -> GrammarSpec:
         """Return the grammar of the form. Raise if it is refused. The error names the field of the request."""
         if self.error:
             raise BadRequest(f"{self.field or form.field}: {self.error}", hint=self.hint)
-        return form if isinstance(form, GrammarSpec) else GrammarSpec("lark", self.text, field="tools")
+        if isinstance(form, GrammarSpec):
+            return form
+        return GrammarSpec("lark", self.text, field="tools", free_tools=tuple(self.free_tools))
 
 
 class Check:
@@ -75,14 +86,14 @@ class Check:
                 self._process.kill()
         self.future.cancel()
 
-    def ask(self, process: LineProcess, limit_s: float) -> dict[str, Any]:
-        """Have the process check the form. Raise like LineProcess.ask."""
+    def ask(self, process: LineProcess, form: Form, limit_s: float) -> dict[str, Any]:
+        """Have the process check a form, which is this one or a part of it. Raise like LineProcess.ask."""
         with self._lock:
             if self._is_stopped:
                 raise QueueFull(_WHY_LATE, hint="try again later")
             self._process = process
         try:
-            return process.ask(_line(self.form), limit_s)
+            return process.ask(_line(form), limit_s)
         except OSError:
             if self._is_stopped:
                 raise QueueFull(_WHY_LATE, hint="try again later") from None
@@ -156,24 +167,52 @@ class GrammarCheck:
         with self._lock:
             self._running.add(check)
         try:
-            verdict = self._ask(check, left_s)
+            verdict = self._judge(check, left_s)
         finally:
             with self._lock:
                 self._running.discard(check)
+        for name, why in verdict.free_tools.items():
+            logger.warning("calls of %s are not held to its schema, any arguments are allowed: %s", name, why)
         self._remember(check.key, verdict)
         return verdict
 
-    def _ask(self, check: Check, limit_s: float) -> Verdict:
+    def _judge(self, check: Check, limit_s: float) -> Verdict:
+        form, has_full_time = check.form, limit_s >= _FULL_SHARE * self.time_limit_s
+        is_lenient = isinstance(form, ToolForm) and form.is_lenient
+        verdict = self._ask(check, form, limit_s * (_LENIENT_SHARE if is_lenient else 1))
+        if verdict.is_late and not has_full_time:
+            raise QueueFull(_WHY_LATE, hint="try again later")
+        return self._free_some(check, form, limit_s) if verdict.error and is_lenient and isinstance(form, ToolForm) else verdict
+
+    def _free_some(self, check: Check, form: ToolForm, limit_s: float) -> Verdict:
+        """Return the verdict on a lenient form that takes too much time or memory. Tools that do so alone are free in it."""
+        free: dict[str, str] = {}
+        tools = msgspec.json.decode(form.tools, type=list[Raw])
+        begin = time.monotonic()
+        for tool in tools:
+            name = msgspec.json.decode(tool)["function"]["name"]
+            if time.monotonic() - begin > _ALONE_SHARE * limit_s:
+                free[name] = "there was no time to compile its grammar"
+                continue
+            alone = self._ask(check, ToolForm(Raw(b"[%b]" % bytes(tool))), _ONE_SHARE * limit_s)
+            if alone.error:
+                free[name] = alone.error
+        verdict = self._ask(check, msgspec.structs.replace(form, free=tuple(free)), _ALONE_SHARE * limit_s)
+        if verdict.error:
+            free = {msgspec.json.decode(tool)["function"]["name"]: verdict.error for tool in tools}
+            verdict = self._ask(check, msgspec.structs.replace(form, free=tuple(free)), _ALONE_SHARE * limit_s)
+        return dataclasses.replace(verdict, free_tools={**verdict.free_tools, **free})
+
+    def _ask(self, check: Check, form: Form, limit_s: float) -> Verdict:
+        """Return a process's verdict on a form. It is late if the form took more time than it had."""
         for _ in range(_ATTEMPTS):
             process = self._take_process()  # starting one takes no time from the grammar
             try:
-                reply = check.ask(process, limit_s)
+                reply = check.ask(process, form, limit_s)
             except TimeoutError:
                 process.end()
-                if limit_s < _FULL_SHARE * self.time_limit_s:
-                    raise QueueFull(_WHY_LATE, hint="try again later") from None
-                problem = f"the grammar is too complex: compiling it took more than {self.time_limit_s:g} s"
-                return Verdict(problem)
+                shown_s = limit_s if limit_s < _FULL_SHARE * self.time_limit_s else self.time_limit_s
+                return Verdict(f"the grammar is too complex: compiling it took more than {shown_s:.2g} s", is_late=True)
             except OSError:  # The process died. If the next one dies too, this grammar is the cause.
                 process.end()
                 continue

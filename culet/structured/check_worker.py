@@ -2,7 +2,8 @@
 
 It reads one JSON object per line. The first line is {"names": [...], "max_bytes": n}, with the special tokens and the limit on
 the address space. Every later line holds the fields of a GrammarSpec or of a ToolForm. Each answer has the fields of a Verdict.
-The error is empty if the grammar compiles. The text is the grammar of a ToolForm.
+The error is empty if the grammar compiles. The text is the grammar of a ToolForm. If that is lenient, tools that cannot be held
+to their schemas are free in it.
 """
 
 from __future__ import annotations
@@ -27,25 +28,64 @@ _STACK_BYTES = 4 << 20
 _PLACE = re.compile(r"^line \d+, column \d+: ")
 
 
-def _reply(**verdict: str) -> None:
+def _reply(**verdict: Any) -> None:
     sys.stdout.write(json.dumps(verdict) + "\n")
     sys.stdout.flush()
 
 
-def _check(form: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+def _check(form: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return the answer for a form. A vocabulary of bytes and special tokens is enough to find out whether it compiles."""
     pieces = [name.encode() for name in names] + [bytes([byte]) for byte in range(256)]
     vocabulary = index_vocabulary(pieces, range(len(names)), [0])
     verdict = _compile(form, vocabulary)
+    if "error" in verdict and form.get("is_lenient"):
+        return _free_some(form, vocabulary)
     if "error" in verdict and "tools" in form:
         verdict["field"] = _field_at_fault(form, vocabulary)
     return verdict
 
 
-def _compile(form: Mapping[str, Any], vocabulary: LLTokenizer) -> dict[str, str]:
+def _free_some(form: Mapping[str, Any], vocabulary: LLTokenizer) -> dict[str, Any]:
+    """Return the answer for a form in which some tools are free.
+
+    These are tools that cannot be used alone, and as many of the largest as necessary. Expanding is much faster than compiling.
+    """
+    free = dict.fromkeys(form.get("free", ()), "")
+    sizes: dict[str, int] = {}
+
+    def try_alone(vocabulary: LLTokenizer | None) -> None:
+        for tool in form["tools"]:
+            name = tool["function"]["name"]
+            verdict = {} if name in free else _compile({"tools": [tool]}, vocabulary)
+            sizes[name] = len(verdict.get("text", ""))
+            if "error" in verdict:
+                free[name] = verdict["error"]
+
+    def without(count: int) -> dict[str, str]:
+        """Return the tools that are free if the largest `count` of the others are."""
+        largest = sorted(sizes.keys() - free.keys(), key=lambda name: (-sizes[name], name))
+        return {**free, **dict.fromkeys(largest[:count], "the schemas of all tools together are too large")}
+
+    try_alone(None)
+    few, many = 0, len(sizes.keys() - free.keys())  # The fewest that suffice are between them.
+    while few < many:
+        middle = (few + many) // 2
+        verdict = _compile({**form, "free": list(without(middle))}, None)
+        few, many = (middle + 1, many) if "error" in verdict else (few, middle)
+    free = without(many)
+    verdict = _compile({**form, "free": list(free)}, vocabulary)
+    if "error" in verdict:
+        try_alone(vocabulary)
+        verdict = _compile({**form, "free": list(free)}, vocabulary)
+    return {**verdict, "free_tools": free}
+
+
+def _compile(form: Mapping[str, Any], vocabulary: LLTokenizer | None) -> dict[str, str]:
+    """Return an error, or the text of a ToolForm. Without a vocabulary, a ToolForm is only expanded."""
     try:
         spec = expand(form) if "tools" in form else GrammarSpec(**form)
-        compile_grammar(spec, vocabulary)
+        if vocabulary is not None:
+            compile_grammar(spec, vocabulary)
     except GrammarFault as fault:
         is_own = "tools" not in form  # otherwise the grammar is not the client's, and neither are the lines in it
         return {"error": str(fault) if is_own else f"its schema cannot be used: {_PLACE.sub('', str(fault))}"}

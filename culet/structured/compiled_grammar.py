@@ -9,11 +9,12 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from culet.types import WHITE_SPACE, GrammarSpec
 
@@ -93,9 +94,12 @@ def _lark_of(source: str) -> str:
     return lark
 
 
-def _character(escape: re.Match[str]) -> str:
-    """Decode a `\\u` or `\\U` escape, because the GBNF translator does not support them. Leave other escapes as they are."""
-    digits = escape[1] or escape[2]
+def _character(escape: re.Match[str], *, is_lark: bool) -> str:
+    """Decode a `\\u` or `\\U` escape. Leave other escapes as they are.
+
+    The GBNF translator supports neither. Lark has `\\u`, but writes some characters as a pair of them.
+    """
+    digits = escape[2] if is_lark else escape[1] or escape[2]
     if digits is None or int(digits, 16) > sys.maxunicode:
         return escape[0]
     code = int(digits, 16)
@@ -108,7 +112,8 @@ def _source(spec: GrammarSpec) -> str:
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(spec.text)
         if spec.kind == "lark":
-            return LLMatcher.grammar_from_lark(any_to_lark(_ESCAPED.sub(_character, spec.text)))
+            character = partial(_character, is_lark=is_lark_syntax(spec.text))
+            return LLMatcher.grammar_from_lark(any_to_lark(_ESCAPED.sub(character, spec.text)))
         if spec.kind == "choice":
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives(json.loads(spec.text))}")
         if spec.kind == "json_schema":

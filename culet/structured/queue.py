@@ -10,8 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from culet.errors import BadRequest, CuletError, QueueFull
-from culet.log import logger
+from culet.errors import CuletError
 from culet.structured.check import GrammarCheck
 from culet.structured.compiler import MAX_KEPT, GrammarCompiler
 from culet.structured.tool_grammar import tool_form
@@ -58,13 +57,12 @@ class GrammarQueue:
         """Raise if the spec cannot be compiled within the limits. Blocks until this is known."""
         self._check.check(spec)
 
-    def call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> GrammarSpec | None:
-        """Return the grammar of one call of `tools`, or None if they exceed the limits. Blocks until this is known."""
-        try:
-            return replace(self._check.check(tool_form(tools, one_call=True)), on_call=True)
-        except (BadRequest, QueueFull) as error:
-            logger.warning("tool calls are not constrained: %s", error.message)
-            return None
+    def call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> GrammarSpec:
+        """Return the grammar of one call of `tools`. Blocks until it is known.
+
+        Tools whose schemas exceed the limits may be called with any arguments, and the log says so.
+        """
+        return replace(self._check.check(tool_form(tools, one_call=True, is_lenient=True)), on_call=True)
 
     def submit(self, request: Request) -> bool:
         """Start to compile a request's grammar. Return True if it is already compiled."""

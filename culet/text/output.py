@@ -237,6 +237,7 @@ def chat_output(
         min_tokens=params.min_tokens,
         calls_hold=calls_hold or holds_calls,
         unmarked_calls=unmarked_calls and (form is None or holds_calls),
+        free_tools=form.free_tools if isinstance(form, GrammarSpec) else (),
     )
     return SampleOutput(
         reader,

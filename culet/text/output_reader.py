@@ -77,6 +77,7 @@ class ChatReader:
     `schemas` maps tool names to the JSON schemas of their parameters (see `tool_schemas`), which decide what bare words mean.
     Tokens in `end_ids` also end the turn. With `ignore_end`, no token ends it. A `stop` string in the text ends the turn
     after the first `min_tokens` tokens. With `unmarked_calls`, calls of declared tools count without the tokens around them.
+    With `calls_hold`, calls of tools that are not in `free_tools` are held to their schemas.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class ChatReader:
         min_tokens: int = 0,
         calls_hold: bool = False,
         unmarked_calls: bool = False,
+        free_tools: Collection[str] = (),
         make_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
         self._tokenizer = tokenizer
@@ -102,6 +104,8 @@ class ChatReader:
         self._ignore_end = ignore_end
         self._make_id = make_id
         self._calls_hold = calls_hold
+        # A held call has no bare strings, so its words mean what they say. Schemas would only be a source of errors.
+        self._call_schemas = {name: self._schemas.get(name) for name in free_tools} if calls_hold else self._schemas
         self._stops = StopMatcher(stop, min_tokens)
         self._heads = tuple(f"{_CALL}{name}{{" for name in self._schemas) if unmarked_calls else ()
 
@@ -333,7 +337,7 @@ class ChatReader:
 
     def _enter_call(self, token_id: int) -> None:
         self._state, self._is_first = _State.CALL, False
-        self._call = CallReader(self._schemas)
+        self._call = CallReader(self._call_schemas)
         self._raw_call, self._call_json, self._call_id = [self._name(token_id)], [], ""
 
     def _read_in_call(self, token_id: int, mark: _Mark | None) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from culet.errors import BadRequest, QueueFull
-from culet.log import logger
+from culet.errors import BadRequest
 from culet.media.parts import MediaOptions
 from culet.media.prompt import ExpandedPrompt
 from culet.serve.answers.turns import json_size
@@ -119,7 +118,8 @@ async def prepare(
         spec = await service.grammars.admit(form)
         params = replace(params, structured_outputs=replace(spec, after_thought=thinking and continued is None))
     elif offered and (service.settings.constrain_tool_calls if constrain_tool_calls is None else constrain_tool_calls):
-        params = replace(params, structured_outputs=await _call_grammar(service, offered))
+        spec = await service.grammars.admit(tool_form(offered, one_call=True, is_lenient=True))
+        params = replace(params, structured_outputs=replace(spec, on_call=True))
     calls_hold = isinstance(form, ToolForm) or (form is None and params.structured_outputs is not None)
     prompt = await service.prompts.encode_chat(
         messages,
@@ -137,15 +137,6 @@ async def prepare(
         params = service.clamp(params, len(prompt.token_ids))
     unmarked = service.settings.unmarked_tool_calls if unmarked_tool_calls is None else unmarked_tool_calls
     return PreparedChat(service, prompt, params, offered, single_call, calls_hold, unmarked)
-
-
-async def _call_grammar(service: Service, tools: Sequence[Mapping[str, Any]]) -> GrammarSpec | None:
-    """Return the grammar of one tool call. Return None if these tools have none, because the answer can do without."""
-    try:
-        return replace(await service.grammars.admit(tool_form(tools, one_call=True)), on_call=True)
-    except (BadRequest, QueueFull) as error:
-        logger.warning("tool calls are not constrained: %s", error.message)
-        return None
 
 
 def prefilled(message: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from culet.errors import BadRequest
 from culet.structured.check import GrammarCheck
 from culet.structured.compiled_grammar import compile_grammar, index_vocabulary
-from culet.structured.tool_grammar import ToolForm, call_grammar
+from culet.structured.tool_grammar import ToolForm, call_grammar, tool_form
 from culet.types import MAX_CHOICES, MAX_GRAMMAR_CHARS, GrammarSpec, StructuredOutputs
 
 SPECIAL = ("<pad>", "<eos>", "<|tool_call>", "<tool_call|>", '<|"|>')
@@ -33,6 +33,10 @@ def accepts(matcher: LLMatcher, *parts: str) -> bool:
     for part in parts:
         ids += [SPECIAL.index(part)] if part in SPECIAL else [len(SPECIAL) + byte for byte in part.encode()]
     return all(matcher.consume_token(token_id) for token_id in ids) and matcher.is_accepting()
+
+
+def named(**schemas: Any) -> list[dict[str, Any]]:
+    return [{"function": {"name": name, "parameters": parameters}} for name, parameters in schemas.items()]
 
 
 def call(text: str, *rest: str) -> tuple[str, ...]:
@@ -58,7 +62,7 @@ def test_text_is_counted_while_it_is_produced() -> None:
     wide = {f"k{index}": {"type": "string", "enum": ["x" * 1000]} for index in range(400)}
     schema = {"type": "object", "properties": {f"p{index}": {"type": "object", "properties": wide} for index in range(10)}}
     with pytest.raises(BadRequest, match=r"^the schemas are too large: expanded") as caught:
-        call_grammar(tool(schema))
+        call_grammar(tool(json.loads(json.dumps(schema))))  # no part is the same object as another
     assert str(MAX_GRAMMAR_CHARS) in caught.value.message
     assert "auto" in caught.value.hint
 
@@ -133,3 +137,37 @@ def test_the_process_expands_tools_and_says_why_it_does_not() -> None:
             check.check(GrammarSpec("json_schema", deep))
     finally:
         check.close()
+
+
+GOOD = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 5}}, "required": ["x"]}
+WIDE = {"type": "object", "properties": {f"k{index}": {} for index in range(2000)}}
+NOTHING = {"type": "object", "properties": {"x": False}, "required": ["x"]}
+LARGE = [{"type": "object", "properties": {"x": {"enum": [f"{index} {'x' * 4000}" for index in range(n)]}}} for n in (150, 200)]
+ENDLESS = {"type": "object", "properties": {"x": {"allOf": [{"pattern": f"a.{{{index}}}b.*c"} for index in range(40)]}}}
+
+
+@pytest.mark.parametrize(
+    ("schemas", "free"),
+    [
+        ({"good": GOOD, "wide": WIDE, "nothing": NOTHING}, {"wide": "too large", "nothing": "no arguments fit"}),
+        ({"good": GOOD, "large": LARGE[0], "larger": LARGE[1]}, {"larger": "together are too large"}),
+        ({"good": GOOD, "endless": ENDLESS}, {"endless": "too complex"}),
+        ({"good": GOOD}, {}),
+    ],
+    ids=["two bad", "too large together", "takes too long", "all good"],
+)
+def test_only_tools_that_cannot_be_held_are_free(
+    schemas: dict[str, Any], free: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other tools of `auto` are still held, and the log names those that are not."""
+    check = GrammarCheck(SPECIAL, time_limit_s=10.0)
+    try:
+        spec = check.check(tool_form(named(**schemas), one_call=True, is_lenient=True))
+    finally:
+        check.close()
+    assert set(spec.free_tools) == set(free)
+    assert accepts(start(spec), *call("call:good{x:5}"))
+    assert not accepts(start(spec), *call("call:good{x:6}"))
+    for name, why in free.items():
+        assert accepts(start(spec), *call(f"call:{name}{{any:[1],thing:null}}"))
+        assert any(f"calls of {name} are not held" in line and why in line for line in caplog.messages)

@@ -74,3 +74,13 @@ def test_thought_tokens_are_those_between_the_marks(tokenizer: Tokenizer) -> Non
     reader.push(tokenizer.encode("<|channel>thought\nhm<channel|>yes<turn|>"))
     inside = len(tokenizer.encode("thought\nhm"))
     assert reader.output().num_thought_tokens == inside
+
+
+def test_words_of_held_calls_mean_what_they_say(tokenizer: Tokenizer) -> None:
+    """A reader does not know every keyword, and would take the number for a string. A grammar holds strings to quotes."""
+    schemas = {"f": {"patternProperties": {"^n": {"type": "integer"}}, "additionalProperties": {"type": "string"}}}
+    ids = tokenizer.encode("<|tool_call>call:f{n1:5}<tool_call|>")
+    for free_tools, expected in (((), {"n1": 5}), (("f",), {"n1": "5"})):
+        reader = ChatReader(tokenizer, schemas=schemas, calls_hold=True, free_tools=free_tools)
+        reader.push(ids)
+        assert reader.output().tool_calls[0].arguments == expected
