@@ -77,7 +77,6 @@ CHOICES = (
     (8, 5376, 8192, PLAIN, (64, 4, 4)),
     (1, 21504, 5376, GATED, (64, 2, 1)),
     (8, 21504, 5376, GATED, (64, 2, 1)),
-    (16, 21504, 5376, GATED, (32, 3, 1)),  # 64 rows would spill registers
     (1, 5376, 21504, PLAIN, (64, 4, 3)),
     (8, 5376, 21504, PLAIN, (64, 6, 3)),
     (8, 18432, 5376, PLAIN, (64, 4, 1)),
@@ -98,4 +97,4 @@ def test_measured_tiles(num_tokens: int, num_rows: int, size: int, epilogue: int
     tile = choose_hopper(Product(num_tokens, num_rows, epilogue), matrix)
     assert wanted == (None if tile is None else (tile.block_n, tile.num_stages, tile.split_k))
     assert tile is None or tile.kernel == "bits"
-    assert choose_bits(Product(17, num_rows, epilogue), matrix) is None
+    assert choose_bits(Product(9, num_rows, epilogue), matrix) is None  # `hopper_stream` is faster

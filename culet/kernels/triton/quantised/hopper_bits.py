@@ -1,4 +1,4 @@
-"""Linear layers over int4 weights for up to 16 tokens on Hopper, with few instructions per weight. In Gluon.
+"""Linear layers over int4 weights for up to 8 tokens on Hopper, with few instructions per weight. In Gluon.
 
 `hopper_stream` turns every weight into a bfloat16 of the right size. That takes 22 instructions for a word of eight weights,
 which limits it more than memory does. This kernel fetches in the same way, but takes only 14 instructions:
