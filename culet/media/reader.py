@@ -162,4 +162,6 @@ class MediaReader:
             shape=source.shape,
             rate=source.rate,
         )
-        return self.pool.decode(source.name, question, data, stopper)
+        medium = self.pool.decode(source.name, question, data, stopper)
+        self.spec.check_sides(source.name, medium)
+        return medium

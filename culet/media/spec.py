@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from culet.errors import BadRequest, CheckpointError
-from culet.media.items import MediaKind
+from culet.media.items import MediaKind, Medium
 
 BUDGETS = (70, 140, 280, 560, 1120)
 MAX_VIDEO_BUDGET = 280  # per frame. 32 frames of 280 tokens are 60 MB of pixels.
@@ -101,12 +101,15 @@ class MediaSpec:
     num_frames: int = 32  # that are taken from a video
     has_mel: bool = True  # audio becomes mel features (E2B, E4B), or stays samples (12B)
     is_whole: bool = False  # the tokens of an image see each other (12B, 26B, 31B)
+    max_side: int = 1120  # soft tokens on a side of an image, for which the model has positions
+    max_budget: int = BUDGETS[-1]  # that a request may ask for
     tokens: MediaTokens = MediaTokens()
 
     def budget(self, kind: MediaKind, max_soft_tokens: int | None = None, detail: str | None = None) -> int:
         """Return the most soft tokens of an image or a frame that a request asks for. `max_soft_tokens` outranks `detail`."""
         is_video = kind == MediaKind.VIDEO
-        budgets = [budget for budget in BUDGETS if not is_video or budget <= MAX_VIDEO_BUDGET]
+        most = min(self.max_budget, MAX_VIDEO_BUDGET) if is_video else self.max_budget
+        budgets = [budget for budget in BUDGETS if budget <= most]
         if max_soft_tokens is not None:
             if isinstance(max_soft_tokens, bool) or max_soft_tokens not in budgets:
                 known = f"one of {', '.join(map(str, budgets))}{' for each frame' if is_video else ''}"
@@ -122,6 +125,14 @@ class MediaSpec:
         if kind not in self.kinds:
             known = ", ".join(sorted(self.kinds)) or "only text"
             raise BadRequest(f"{name}: got {kind.with_article}, but this model reads {known}")
+
+    def check_sides(self, name: str, medium: Medium) -> None:
+        """Raise if an image or a frame is longer than the model has positions. `name` says in the error which medium it is."""
+        for item in medium.items:
+            side = max(item.shape[:2]) // TOKEN_SIDE if item.kind != MediaKind.AUDIO else 0
+            if side > self.max_side:
+                problem = f"{name}: it is {side} soft tokens long, but the model has positions for {self.max_side}"
+                raise BadRequest(problem, hint="send an image that is less narrow, or lower max_soft_tokens")
 
 
 def target_size(height: int, width: int, budget: int) -> tuple[int, int]:
@@ -182,6 +193,8 @@ def read_media_spec(config: Mapping[str, Any], folder: str | Path | None = None)
         num_frames=_read_count("video_processor.num_frames", video.get("num_frames", 32)),
         has_mel=not is_unified,
         is_whole=attention == "vision",
+        max_budget=_read_budget("vision_config", config.get("vision_config") or {}, BUDGETS[-1]),
+        max_side=_read_max_side(config.get("vision_config") or {}, is_unified=is_unified),
         tokens=_read_tokens(config),
     )
 
@@ -223,6 +236,18 @@ def _read_budget(section: str, values: Mapping[str, Any], default: int) -> int:
     if budget not in BUDGETS:
         raise CheckpointError(f"{section}.max_soft_tokens: got {budget!r}, expected one of {', '.join(map(str, BUDGETS))}")
     return int(budget)
+
+
+def _read_max_side(vision: Mapping[str, Any], *, is_unified: bool) -> int:
+    if is_unified:
+        return _read_positions("mm_posemb_size", vision.get("mm_posemb_size", 1120))
+    return _read_positions("position_embedding_size", vision.get("position_embedding_size", 10240)) // POOLING
+
+
+def _read_positions(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < POOLING:
+        raise CheckpointError(f"vision_config.{name}: got {value!r}, expected a whole number of at least {POOLING}")
+    return value
 
 
 def _read_count(name: str, value: object) -> int:

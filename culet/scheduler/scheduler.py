@@ -57,6 +57,7 @@ class Scheduler:
         plans_open: bool = False,
         on_cpu: bool = False,
         features: FeatureLedger | None = None,
+        placeholder_ids: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Set up an empty scheduler.
@@ -64,7 +65,8 @@ class Scheduler:
         `max_drafts` is the most tokens that a drafter proposes at a time. `policy` decides how many it should propose. Without
         a policy, it always proposes all. If `plans_open`, the runner itself finds out where a row begins when drafts of the
         previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known. If `on_cpu`,
-        every token makes a step longer. Without `features`, their account, the runner has no towers.
+        every token makes a step longer. Without `features`, their account, the runner has no towers. `placeholder_ids` are the
+        tokens that stand for media.
         """
         self.layout, self.max_model_len = layout, max_model_len
         self.max_drafts, self.policy = max_drafts, policy
@@ -75,7 +77,7 @@ class Scheduler:
         self._short_first = ShortFirst(is_on=on_cpu)
         # The most pages that a token and its drafts may need, including drafts in flight.
         self._max_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
-        self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching)
+        self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching, placeholder_ids=placeholder_ids)
         self.counters = Counters()
         self._clock, self._max_queue_len = clock, config.max_queue_len
         # Every running sequence can have a token in every step, so none can starve.
@@ -215,11 +217,10 @@ class Scheduler:
         if is_idle and (self._in_flight or self.features is None or not self.features.is_encoding):
             return None
         count_media(self.features, encoding, planned, self.counters)
-        step = PlannedStep(next(self._step_ids), planned, now, is_timed=not encoding.encodes)
+        self._in_flight.append(step := PlannedStep(next(self._step_ids), planned, now, is_timed=not encoding.encodes))
         self.counters.count_step(step.num_tokens)
-        self._in_flight.append(step)
-        rows = tuple([plan.row for plan in planned])
-        return StepPlan(step.step_id, tuple(entries), copies, rows, encoding.drops, encoding.encodes)
+        rows = [plan.row for plan in planned]
+        return StepPlan(step.step_id, tuple(entries), copies, tuple(rows), encoding.drops, encoding.encodes)
 
     def _drafts_to_continue(self, *, is_open: bool) -> list[int] | None:
         """Return the drafts of each sequence if all continue and pages suffice, as in most steps. Otherwise return None.

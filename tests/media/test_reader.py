@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import signal
 import sys
@@ -25,8 +26,10 @@ from culet.media.pool import DecoderPool
 from culet.media.queue import MediaQueue
 from culet.media.reader import MediaReader
 from culet.media.sources import MediaSource, decode_base64, pixel_source
-from culet.media.spec import MediaSpec
-from tests.media.conftest import LIMITS
+from culet.media.spec import MediaSpec, read_media_spec
+from culet.models import embedded
+from culet.models.towers.spec import read_towers
+from tests.media.conftest import LIMITS, PoolInThisProcess
 from tests.media.hostile_files import encoded, png
 from tests.media.noise import noise
 
@@ -174,6 +177,27 @@ def test_kinds_and_budgets_are_checked_before_anything_runs():
             asyncio.run(reader.read([source]))
     assert not reader.pool._idle
     reader.close()
+
+
+def test_an_image_that_is_too_narrow_for_the_model_is_refused_before_it_reaches_the_engine():
+    reader = MediaReader(MediaSpec(frozenset({MediaKind.IMAGE}), max_side=85), LIMITS)
+    reader.pool = PoolInThisProcess(LIMITS)
+    narrow = pixel_source(np.zeros((10_000, 1, 3), np.uint8), name="image")
+    assert reader.read_now([replace(narrow, max_soft_tokens=70)])[0].num_tokens == 70
+    with pytest.raises(BadRequest, match="image: it is 140 soft tokens long, but the model has positions for 85"):
+        reader.read_now([replace(narrow, max_soft_tokens=140)])
+    reader.close()
+
+
+def test_the_built_in_model_bounds_its_images():
+    config = json.loads((embedded.FOLDER / "target" / "config.json").read_text())
+    spec = read_media_spec(config)
+    vision = read_towers(config).vision
+    assert vision is not None
+    assert spec.max_side == vision.max_tokens_on_a_side
+    assert spec.budget(MediaKind.IMAGE, detail="high") == 280
+    with pytest.raises(BadRequest, match="expected one of 70, 140, 280"):
+        spec.budget(MediaKind.IMAGE, max_soft_tokens=560)
 
 
 def test_arrays_of_another_form():

@@ -124,6 +124,7 @@ class TowerShape:
             "patch_size": self.patch_size,
             "pooling_kernel_size": self.pooling,
             "position_embedding_size": self.num_positions,
+            "max_soft_tokens": 280,  # of an image. A key of Culet's: more would keep a CPU busy for minutes.
             "rms_norm_eps": self.eps,
             "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "axial"},
             "standardize": False,

@@ -158,6 +158,19 @@ def test_a_placeholder_that_the_model_draws_is_no_image() -> None:
     assert encoded(engine) == 1
 
 
+def test_a_drawn_placeholder_is_not_reused_as_one_of_a_prompt() -> None:
+    """In the next turn it is embedded as token 0, as in transformers, so its keys of this turn must not be reused."""
+    engine = make("31B")
+    prompt = Prompt.of("31B", text(15))
+    (told,) = run(engine, ask(engine, "a", prompt, 6, logit_bias={IMAGE: 100.0}))
+    assert told.tokens[0] == [IMAGE] * 6
+    turn = prompt.then(*told.tokens[0], *text(7, 5))
+    (again,) = run(engine, ask(engine, "b", turn, 3, logprobs=VOCAB))
+    assert again.num_cached <= len(prompt.token_ids)
+    expected = oracle_logprobs("31B", turn, with_types=False)[-1]
+    torch.testing.assert_close(table(again.logprobs[0])[0], expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_an_fp8_cache() -> None:
     """Chunks do not change a result, because a key is rounded whether or not it passes through a page."""
