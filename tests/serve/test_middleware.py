@@ -167,7 +167,7 @@ BAD_FIELDS: list[tuple[str, str]] = [
     ("temperature", "-0.1"),
     ("temperature", '"hot"'),
     ("temperature", "true"),
-    ("top_p", "0"),
+    ("top_p", "-0.5"),
     ("top_p", "1.5"),
     ("top_k", "-2"),
     ("top_k", "99999999999999999999"),

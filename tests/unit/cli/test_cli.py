@@ -94,7 +94,7 @@ def test_every_config_field_is_a_flag_with_its_doc() -> None:
         (["generate", "hello", "--max-tokens", "0", "-m", "x"], "max_tokens: got 0"),
         (["generate", "hello", "--temperature", "nan", "-m", "x"], "temperature: got nan"),
         (["generate", "hello", "--temperature", "-1", "-m", "x"], "temperature: got -1.0"),
-        (["generate", "hello", "--top-p", "0", "-m", "x"], "top_p: got 0.0"),
+        (["generate", "hello", "--top-p", "-0.5", "-m", "x"], "top_p: got -0.5"),
         (["generate", "hello", "--max-num-seqs", "0", "-m", "x"], "max-num-seqs: got 0"),
         (["generate", "hello", "--gpu-memory-utilization", "nan", "-m", "x"], "gpu-memory-utilization: got nan"),
         (["generate", "hello", "--tensor-parallel-size", "0", "-m", "x"], "tensor-parallel-size: got 0"),
