@@ -5,21 +5,20 @@ Only `LLM`, `AsyncLLM` and the command line do this. A server's clients send byt
 
 from __future__ import annotations
 
-import io
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from culet.errors import BadRequest
 from culet.media.items import MediaKind
 from culet.media.limits import MediaLimits
-from culet.media.messages import Form
 from culet.media.parts import MediaOptions, read_options
-from culet.media.sources import MediaSource, pixel_source, sample_source
+from culet.media.sources import MediaSource, check_pixels, pixel_source, sample_source
 
-_PNG_MODES = ("1", "L", "LA", "P", "RGBA", "I;16")  # those whose pixels a PNG keeps
 _LIMITS = MediaLimits()
 
 
@@ -31,14 +30,16 @@ def open_local(source: MediaSource, value: Any) -> MediaSource:
         return replace(source, data=_read_file(Path(value).expanduser(), source))
     if isinstance(value, bytes | bytearray | memoryview):
         return replace(source, data=bytes(value))
-    if hasattr(value, "getexif") and source.kind == MediaKind.IMAGE:
-        return _open_picture(source, value)
     rate = 0.0
-    if isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "shape"):  # samples or frames, with their rate
-        value, rate = value[0], _rate_of(value[1], source.name)
+    if _has_rate(value, source.kind):
+        value, rate = value[0], _rate_of(value[1], source)
     settings = {"max_soft_tokens": source.max_soft_tokens, "detail": source.detail, "is_split": source.is_split}
     if source.kind == MediaKind.AUDIO:
         return sample_source(value, rate, name=source.name, **settings)
+    if source.kind == MediaKind.IMAGE and _is_picture(value):
+        value = _read_picture(value, source.name)
+    elif source.kind == MediaKind.VIDEO and isinstance(value, list | tuple):
+        value = _stack_frames(value, source.name)
     found = pixel_source(value, name=source.name, rate=rate, **settings)
     if found.kind != source.kind:
         raise BadRequest(f"{source.name}: got {found.kind.with_article}, expected {source.kind.with_article}")
@@ -46,7 +47,10 @@ def open_local(source: MediaSource, value: Any) -> MediaSource:
 
 
 def read_media_data(data: Any, options: Mapping[str, Any] | None, name: str) -> list[MediaSource]:
-    """Read `multi_modal_data`: one value or a list of values for each kind. `options` are the `mm_processor_kwargs`."""
+    """Read `multi_modal_data`: one value or several for each kind. `options` are the `mm_processor_kwargs`.
+
+    Several values are a list or a tuple. A list or a tuple of frames is one video.
+    """
     if not isinstance(data, Mapping):
         raise BadRequest(f"{name}: got {type(data).__name__}, expected a mapping with image, video or audio")
     found = read_options(options)
@@ -56,9 +60,36 @@ def read_media_data(data: Any, options: Mapping[str, Any] | None, name: str) -> 
             raise BadRequest(f"{name}: got {str(kind_name)[:100]!r}, expected one of {', '.join(MediaKind)}")
         if values is None:
             continue
-        for index, value in enumerate(values if isinstance(values, list) else [values]):
-            sources.append(open_local(_empty(MediaKind(kind_name), f"{name}.{kind_name}[{index}]", found), value))
+        kind = MediaKind(kind_name)
+        for index, value in enumerate(values if _is_several(values, kind) else [values]):
+            sources.append(open_local(_empty(kind, f"{name}.{kind}[{index}]", found), value))
     return sources
+
+
+def _is_several(values: Any, kind: MediaKind) -> bool:
+    """Return whether these are several media, and not one."""
+    if not isinstance(values, list | tuple) or _has_rate(values, kind):
+        return False
+    return kind != MediaKind.VIDEO or not values or not all(map(_is_frame, values))
+
+
+def _has_rate(value: Any, kind: MediaKind) -> bool:
+    """Return whether a value is samples or frames with their rate."""
+    if kind == MediaKind.IMAGE or not isinstance(value, tuple) or len(value) != 2:
+        return False
+    first, second = value
+    is_content = hasattr(first, "shape") or isinstance(first, list | tuple)
+    is_another = _is_picture(second) or isinstance(second, list | tuple) or len(getattr(second, "shape", ())) > 0
+    return is_content and not is_another
+
+
+def _is_picture(value: Any) -> bool:
+    """Return whether a value is a picture of Pillow."""
+    return hasattr(value, "getexif")
+
+
+def _is_frame(value: Any) -> bool:
+    return _is_picture(value) or len(getattr(value, "shape", ())) in (2, 3)
 
 
 def _empty(kind: MediaKind, name: str, options: MediaOptions) -> MediaSource:
@@ -74,22 +105,66 @@ def _read_file(path: Path, source: MediaSource) -> bytes:
         raise BadRequest(problem, hint="check the name of the file") from error
 
 
-def _open_picture(source: MediaSource, picture: Any) -> MediaSource:
-    """Return a Pillow image as pixels, or as a PNG if its transparency or depth must be kept."""
+def _read_picture(picture: Any, name: str) -> Any:
+    """Return a Pillow image as an array of RGB pixels, upright."""
+    import numpy as np
+
+    from culet.media.decoding.colours import clear_colour, to_rgb
+
+    width, height = picture.size
+    if width <= 0 or height <= 0:
+        raise BadRequest(f"{name}: the image is {width} x {height} pixels, expected at least 1 x 1")
+    try:
+        clear = clear_colour(picture)
+        upright = _turn_upright(picture)
+        if "transparency" in upright.info:  # some are gone once their image is loaded
+            upright.info["transparency"] = clear
+        return np.asarray(to_rgb(upright))
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow and its plugins raise almost anything
+        problem = f"{name}: cannot read this picture of Pillow (mode {picture.mode}, {width} x {height} pixels)"
+        raise BadRequest(problem, hint="check that its file is complete and that it was not closed") from error
+
+
+def _turn_upright(picture: Any) -> Any:
+    """Return a copy of a Pillow image, turned by its EXIF data. Damaged EXIF data counts as none."""
     from PIL import ImageOps
 
-    picture = ImageOps.exif_transpose(picture)
-    if picture.mode not in _PNG_MODES and "transparency" not in picture.info:
-        rgb = picture.convert("RGB")
-        return replace(source, data=rgb.tobytes(), form=Form.RAW, shape=(rgb.height, rgb.width, 3))
-    buffer = io.BytesIO()
-    (picture if picture.mode in _PNG_MODES else picture.convert("RGBA")).save(buffer, "PNG", compress_level=1)
-    return replace(source, data=buffer.getvalue())
+    try:
+        return ImageOps.exif_transpose(picture)
+    except MemoryError:
+        raise
+    except Exception:
+        return picture.copy()  # raises too if something else is wrong
 
 
-def _rate_of(value: Any, name: str) -> float:
+def _stack_frames(values: Sequence[Any], name: str) -> Any:
+    """Return the frames of a video as one array. They are pictures or arrays."""
+    import numpy as np
+
+    from culet.media.decoding.colours import array_to_rgb
+
+    frames: list[Any] = []
+    for index, value in enumerate(values):
+        at = f"{name}[{index}]"
+        pixels = _read_picture(value, at) if _is_picture(value) else array_to_rgb(check_pixels(value, at))
+        if pixels.ndim != 3:
+            raise BadRequest(f"{at}: got an array {list(pixels.shape)}, expected a frame [height, width, 3]")
+        if frames and pixels.shape != frames[0].shape:
+            got, first = (f"{shape[1]} x {shape[0]}" for shape in (pixels.shape, frames[0].shape))
+            raise BadRequest(f"{at}: got a frame of {got} pixels, expected {first} as the first has")
+        frames.append(pixels)
+    if not frames:
+        raise BadRequest(f"{name}: got no frames, expected a video")
+    return np.stack(frames)
+
+
+def _rate_of(value: Any, source: MediaSource) -> float:
     """Return the number of samples or frames per second. vLLM gives it in a mapping for videos."""
     rate = value.get("fps") if isinstance(value, Mapping) else value
-    if isinstance(rate, bool) or not isinstance(rate, int | float):
-        raise BadRequest(f"{name}: got a rate of type {type(rate).__name__}, expected a number per second")
-    return float(rate)
+    if isinstance(rate, bool) or not isinstance(rate, Real):
+        raise BadRequest(f"{source.name}: got a rate of type {type(rate).__name__}, expected a number per second")
+    if not (math.isfinite(found := float(rate)) and found > 0):
+        raise BadRequest(f"{source.name}: got a rate of {rate}, expected a number above 0")
+    return found

@@ -26,7 +26,7 @@ from culet.media.messages import Question
 from culet.media.pool import DecoderPool
 from culet.media.queue import MediaQueue
 from culet.media.sources import MediaSource
-from culet.media.spec import MediaSpec, read_media_spec
+from culet.media.spec import MediaSpec, read_kinds, read_media_spec
 
 _NUM_FETCHES = 4  # at the same time
 _PATIENCE_S = 2.0  # about what a new process costs, so that clients who leave at once do not make the server start many
@@ -37,7 +37,7 @@ class MediaReader:
 
     `hosts` are those that https URLs may name. By default there are none, and nothing is ever fetched. `max_counts` are the
     most media of each kind in one prompt. 0 turns a kind off, and a kind that is absent or None has no limit. `max_held_bytes`
-    is the most decoded data of all requests to a server.
+    is the most decoded data of all requests to a server. `off_by` is the setting that turns kinds off, for errors.
     """
 
     def __init__(
@@ -47,9 +47,10 @@ class MediaReader:
         hosts: Iterable[str] = (),
         max_counts: Mapping[str, int | None] | None = None,
         max_held_bytes: int = 1 << 30,
+        off_by: str = "--limit-mm-per-prompt",
     ) -> None:
         self._max_counts = dict(max_counts or {})
-        self._all_kinds = spec.kinds
+        self._all_kinds, self._off_by = spec.kinds, off_by
         self.spec = replace(spec, kinds=frozenset(kind for kind in spec.kinds if self._max_counts.get(kind) != 0))
         self.limits = limits or MediaLimits()
         self._rules = FetchRules(frozenset(host.lower().rstrip(".") for host in hosts))
@@ -62,9 +63,11 @@ class MediaReader:
     @classmethod
     def of_checkpoint(cls, config: Mapping[str, Any], folder: Path | None, settings: MediaConfig) -> Self:
         """Make the reader for a checkpoint, from its `config.json` and the processor's files in `folder`."""
-        spec = read_media_spec(config, folder) if settings.kinds else MediaSpec()
+        # Without media the processor's files do not matter, so those that cannot be used are no error.
+        spec = read_media_spec(config, folder) if settings.kinds else MediaSpec(read_kinds(config))
+        off_by = "--language-model-only" if settings.language_model_only else "--limit-mm-per-prompt"
         hosts = filter(None, (host.strip() for host in settings.allowed_media_domains.split(",")))
-        return cls(spec, hosts=hosts, max_counts=settings.limits, max_held_bytes=settings.max_media_bytes)
+        return cls(spec, hosts=hosts, max_counts=settings.limits, max_held_bytes=settings.max_media_bytes, off_by=off_by)
 
     @property
     def num_waiting(self) -> int:
@@ -138,8 +141,8 @@ class MediaReader:
     def _check(self, source: MediaSource) -> None:
         """Raise for a source that is refused whatever its bytes are."""
         if source.kind in self._all_kinds - self.spec.kinds:
-            problem = f"{source.name}: got {source.kind.with_article}, but this kind of media is turned off"
-            raise BadRequest(problem, hint="--limit-mm-per-prompt decides which kinds are on")
+            problem = f"{source.name}: got {source.kind.with_article}, but this kind of media is turned off by {self._off_by}"
+            raise BadRequest(problem, hint=f"start without {self._off_by}")
         self.spec.check_kind(source.name, source.kind)
         self.spec.budget(source.kind, source.max_soft_tokens, source.detail)
         if source.is_remote:

@@ -13,6 +13,7 @@ from culet.media.messages import Form
 
 _DATA = "data:"
 _STEP_CHARS = 1 << 20  # a multiple of four, which stand for three bytes
+_LINE_BREAKS = ("\n", "\r")
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,13 @@ class MediaSource:
         begin = len(header) + 1
         if not comma or not header.lower().endswith(";base64"):
             raise BadRequest(f"{self.name}: got a data: URL without base64, expected data:TYPE;base64,DATA")
-        _check_base64_len(self.name, self.kind, len(self.url) - begin, limits)  # before it is copied
+        _check_base64_len(self.name, self.kind, self.url, limits, begin)  # before it is copied
         return decode_base64(self.name, self.kind, self.url[begin:], limits)
 
 
-def _check_base64_len(name: str, kind: MediaKind, text_len: int, limits: MediaLimits) -> None:
-    """Raise if base64 text of this length holds more bytes than a medium may have."""
+def _check_base64_len(name: str, kind: MediaKind, text: str, limits: MediaLimits, begin: int = 0) -> None:
+    """Raise if the base64 text from `begin` on holds more bytes than a medium may have."""
+    text_len = len(text) - begin - sum(text.count(mark, begin) for mark in _LINE_BREAKS)
     if text_len > 4 * -(-limits.max_bytes(kind) // 3):
         most = limits.max_bytes(kind) / MEGABYTE
         raise BadRequest(
@@ -66,8 +68,13 @@ def _check_base64_len(name: str, kind: MediaKind, text_len: int, limits: MediaLi
 
 
 def decode_base64(name: str, kind: MediaKind, text: str, limits: MediaLimits) -> bytes:
-    """Return the bytes of base64 text. Its length is checked first. Other threads run between the steps of decoding."""
-    _check_base64_len(name, kind, len(text), limits)
+    """Return the bytes of base64 text. Its length is checked first. Other threads run between the steps of decoding.
+
+    Line breaks do not count. Programs such as `base64` write them.
+    """
+    _check_base64_len(name, kind, text, limits)
+    for mark in _LINE_BREAKS:
+        text = text.replace(mark, "")
     pieces = [text[begin : begin + _STEP_CHARS] for begin in range(0, len(text), _STEP_CHARS)]
     try:
         if any(piece.endswith("=") for piece in pieces[:-1]):
@@ -82,14 +89,35 @@ def decode_base64(name: str, kind: MediaKind, text: str, limits: MediaLimits) ->
 def pixel_source(pixels: Any, *, name: str, rate: float = 0.0, **settings: Any) -> MediaSource:
     """Return the source of an array of uint8 pixels: [height, width, 3] for an image, [frames, height, width, 3] for a video.
 
-    `rate` is the video's number of frames per second. `settings` are other fields of MediaSource.
+    Pixels may also be grey or RGBA. `rate` is the video's number of frames per second. `settings` are other fields of
+    MediaSource.
     """
-    shape = tuple(map(int, getattr(pixels, "shape", ())))
-    if len(shape) not in (3, 4) or shape[-1] != 3 or 0 in shape or str(getattr(pixels, "dtype", "")) != "uint8":
-        got = f"{getattr(pixels, 'dtype', type(pixels).__name__)} {list(shape)}"
-        raise BadRequest(f"{name}: got {got}, expected uint8 [height, width, 3], or [frames, height, width, 3] for a video")
+    pixels = check_pixels(pixels, name)
+    if pixels.shape[-1] != 3:
+        from culet.media.decoding.colours import array_to_rgb
+
+        pixels = array_to_rgb(pixels)
+    shape = tuple(map(int, pixels.shape))
     kind = MediaKind.IMAGE if len(shape) == 3 else MediaKind.VIDEO
     return MediaSource(kind, name, data=pixels.tobytes(), form=Form.RAW, shape=shape, rate=rate, **settings)
+
+
+def check_pixels(pixels: Any, name: str) -> Any:
+    """Return uint8 pixels as an array [height, width, channels], or with frames before. Raise for any other form."""
+    shape, dtype = tuple(getattr(pixels, "shape", ())), str(getattr(pixels, "dtype", ""))
+    channels = 1 if len(shape) == 2 else shape[-1] if shape else 0
+    if len(shape) in (2, 3, 4) and channels in (1, 3, 4) and 0 not in shape and dtype == "uint8":
+        return pixels[:, :, None] if len(shape) == 2 else pixels
+    hint = ""
+    if "float" in dtype:
+        # Both 0..1 and 0..255 are in use, and a dark picture looks the same in them.
+        hint = "convert it: (255 * pixels).round().astype('uint8') if 1.0 is white, pixels.round().astype('uint8') if 255.0 is"
+    elif dtype.startswith("torch."):
+        hint = "make it an array with .numpy(), with the channels last"
+    elif len(shape) in (3, 4) and shape[-3] in (1, 3, 4):
+        hint = "put the channels last, with numpy.moveaxis(pixels, -3, -1)"
+    expected = "uint8 [height, width, 3], [height, width, 4] or [height, width], or [frames, height, width, 3] for a video"
+    raise BadRequest(f"{name}: got {dtype or type(pixels).__name__} {list(shape)}, expected {expected}", hint=hint)
 
 
 def sample_source(samples: Any, rate: float, *, name: str, **settings: Any) -> MediaSource:

@@ -172,13 +172,18 @@ def sampled_indices(num_total: int, num_frames: int) -> list[int]:
     return [index * num_total // num_frames for index in range(num_frames)]
 
 
-def read_media_spec(config: Mapping[str, Any], folder: str | Path | None = None) -> MediaSpec:
-    """Read the spec of a checkpoint from its `config.json` and the processor's files in `folder`."""
+def read_kinds(config: Mapping[str, Any]) -> frozenset[MediaKind]:
+    """Return the kinds of media for which a checkpoint has towers."""
     kinds: set[MediaKind] = set()
     if config.get("vision_config") is not None:
         kinds |= {MediaKind.IMAGE, MediaKind.VIDEO}
     if config.get("audio_config") is not None:
         kinds.add(MediaKind.AUDIO)
+    return frozenset(kinds)
+
+
+def read_media_spec(config: Mapping[str, Any], folder: str | Path | None = None) -> MediaSpec:
+    """Read the spec of a checkpoint from its `config.json` and the processor's files in `folder`."""
     is_unified = str(config.get("model_type", "")).startswith("gemma4_unified")
     image, video, audio = _read_sections(Path(folder)) if folder is not None else ({}, {}, {})
     _check_fixed("image_processor", image, {**_VISION_FIXED, "do_normalize": False})
@@ -187,7 +192,7 @@ def read_media_spec(config: Mapping[str, Any], folder: str | Path | None = None)
     text = config.get("text_config") or {}
     attention = text.get("use_bidirectional_attention", "vision" if is_unified else None)
     return MediaSpec(
-        kinds=frozenset(kinds),
+        kinds=read_kinds(config),
         image_budget=_read_budget("image_processor", image, 280),
         video_budget=_read_budget("video_processor", video, 70),
         num_frames=_read_count("video_processor.num_frames", video.get("num_frames", 32)),

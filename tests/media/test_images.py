@@ -7,6 +7,8 @@ import io
 import json
 import math
 import platform
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from PIL import Image
 from culet.errors import BadRequest, CheckpointError
 from culet.media.decoding.images import decode_image, resize
 from culet.media.items import MediaItem, MediaKind
+from culet.media.local import open_local
 from culet.media.reader import MediaReader
 from culet.media.sources import MediaSource, pixel_source
 from culet.media.spec import BUDGETS, MediaSpec, num_image_tokens, read_media_spec, target_size
@@ -162,6 +165,37 @@ def test_transparency_is_white():
     palette = Image.fromarray(np.array([[0, 1]], dtype=np.uint8), "P")
     palette.putpalette([0, 0, 0, 9, 9, 9])
     assert decode_image(encoded(palette, transparency=0), 100).tolist() == [[[255] * 3, [9] * 3]]
+
+
+def grey_png(depth: int, colour: int, row: bytes, clear: bytes) -> bytes:
+    """Return a PNG of 2 x 1 pixels in which one colour is transparent."""
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", 2, 1, depth, colour, 0, 0, 0)),
+        (b"tRNS", clear),
+        (b"IDAT", zlib.compress(b"\0" + row)),
+        (b"IEND", b""),
+    )
+    parts = [struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("depth", "colour", "row", "clear", "second"),
+    [
+        (1, 0, b"\x00", b"\0\0", 255),
+        (2, 0, b"\x60", b"\0\1", 170),
+        (4, 0, b"\x5a", b"\0\5", 170),
+        (8, 0, b"\x12\x34", b"\0\x12", 0x34),
+        (16, 0, b"\x12\x34\x12\x35", b"\x12\x34", 0x12),
+        (8, 2, b"\x12\x12\x12\x34\x34\x34", b"\0\x12" * 3, 0x34),
+        (16, 2, b"\x12\x34" * 3 + b"\x34\x34" * 3, b"\x12\x34" * 3, 0x34),
+    ],
+)
+def test_a_transparent_colour_is_white_at_every_depth(depth, colour, row, clear, second):
+    data = grey_png(depth, colour, row, clear)
+    assert decode_image(data, 100).tolist() == [[[255] * 3, [second] * 3]]
+    source = open_local(MediaSource(MediaKind.IMAGE, "image"), Image.open(io.BytesIO(data)))
+    assert source.data == bytes([255] * 3 + [second] * 3)
 
 
 @pytest.mark.parametrize("turn", range(1, 9))

@@ -15,7 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from culet.config import MediaConfig
 from culet.errors import BadRequest, ContextTooLong, QueueFull
 from culet.line_process import Stopper
 from culet.media.held import HeldBytes
@@ -144,6 +146,20 @@ def test_data_urls(reader: MediaReader):
     assert decode_base64("image", MediaKind.IMAGE, text, MediaLimits()) == SMALL
 
 
+def test_base64_with_line_breaks(reader: MediaReader):
+    """As `base64 FILE` and MIME write it. They do not count against the limit."""
+    for text in (base64.encodebytes(SMALL).decode(), base64.encodebytes(SMALL).decode().replace("\n", "\r\n")):
+        sources = [
+            MediaSource(MediaKind.IMAGE, "image", base64=text),
+            MediaSource(MediaKind.IMAGE, "image", url=f"data:image/png;base64,{text}"),
+        ]
+        assert reader.read_now(sources) == reader.read_now([MediaSource(MediaKind.IMAGE, "image", data=SMALL)]) * 2
+    full = MediaLimits(max_image_bytes=3000)
+    assert len(decode_base64("image", MediaKind.IMAGE, base64.encodebytes(bytes(3000)).decode(), full)) == 3000
+    with pytest.raises(BadRequest, match="not valid base64"):
+        decode_base64("image", MediaKind.IMAGE, "QU JD", MediaLimits())
+
+
 def test_base64_is_measured_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(base64, "b64decode", lambda *_, **__: pytest.fail("it was decoded"))
     with pytest.raises(BadRequest, match="expected an image of at most 20 MB"):
@@ -200,10 +216,37 @@ def test_the_built_in_model_bounds_its_images():
         spec.budget(MediaKind.IMAGE, max_soft_tokens=560)
 
 
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (MediaConfig(language_model_only=True), "--language-model-only"),
+        (MediaConfig(limit_mm_per_prompt='{"image": 0, "video": 0, "audio": 0}'), "--limit-mm-per-prompt"),
+        (MediaConfig(limit_mm_per_prompt='{"image": 0}'), "--limit-mm-per-prompt"),
+    ],
+)
+def test_an_error_names_the_setting_that_turned_media_off(settings: MediaConfig, name: str):
+    config = {"model_type": "gemma4", "vision_config": {}}
+    reader = MediaReader.of_checkpoint(config, None, settings)
+    with pytest.raises(BadRequest, match=f"got an image, but this kind of media is turned off by {name}"):
+        reader.check([MediaSource(MediaKind.IMAGE, "image", data=SMALL)])
+    with pytest.raises(BadRequest, match="got audio, but this model reads"):
+        reader.check([MediaSource(MediaKind.AUDIO, "audio", data=b"x")])
+    reader.close()
+
+
 def test_arrays_of_another_form():
-    for wrong in (np.zeros((4, 4), np.uint8), np.zeros((4, 4, 3)), np.zeros((0, 4, 3), np.uint8), "text"):
-        with pytest.raises(BadRequest, match="image: got"):
+    for wrong, hint in (
+        (np.zeros(4, np.uint8), None),
+        (np.zeros((4, 4, 2), np.uint8), None),
+        (np.zeros((0, 4, 3), np.uint8), None),
+        ("text", None),
+        (np.zeros((4, 4, 3)), "if 1.0 is white"),
+        (np.zeros((3, 4, 5), np.uint8), "put the channels last"),
+        (torch.zeros(4, 4, 3, dtype=torch.uint8), ".numpy()"),
+    ):
+        with pytest.raises(BadRequest, match="image: got") as raised:
             pixel_source(wrong, name="image")
+        assert (raised.value.hint or "").count(hint or "") > 0
 
 
 # The queue

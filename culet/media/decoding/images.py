@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageFile
 
+from culet.media.decoding.colours import clear_colour, to_rgb
 from culet.media.decoding.refusal import Refusal
 from culet.media.spec import target_size
 
@@ -41,8 +42,11 @@ def decode_image(data: bytes, max_pixels: int) -> np.ndarray[Any, Any]:
         try:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
             _check_size(image, max_pixels)
+            clear = clear_colour(image)  # before EXIF, for which Pillow loads a PNG
             turn = _read_turn(image)
             image.load()
+            if "transparency" in image.info:  # some are gone once their image is loaded
+                image.info["transparency"] = clear
             _check_size(image, max_pixels)
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             raise Refusal(f"the image has more than {max_pixels} pixels", "send a smaller image") from None
@@ -54,18 +58,6 @@ def decode_image(data: bytes, max_pixels: int) -> np.ndarray[Any, Any]:
             raise Refusal("the image is damaged or incomplete", "check that the whole file was sent") from None
         rgb = to_rgb(image)
         return np.asarray(rgb if turn is None else rgb.transpose(turn))
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Return the image in RGB. Transparency is composited over white, and 16-bit grey keeps its upper 8 bits."""
-    if image.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I"):
-        grey = np.asarray(image).astype(np.uint32) >> 8
-        return Image.fromarray(np.minimum(grey, 255).astype(np.uint8)).convert("RGB")
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        layers = image.convert("RGBA")
-        white = Image.new("RGBA", layers.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, layers).convert("RGB")
-    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def resize(pixels: np.ndarray[Any, Any], budget: int) -> np.ndarray[Any, Any]:

@@ -2,7 +2,7 @@
 
 An item (an image, a video frame, a clip of audio) is encoded once, however many requests wait for it. The scheduler decides
 what is encoded beside which step, and what is dropped when the cache is full. The runner obeys and reports which features have
-become ready. A chunk reaches an item only then, so a tower never holds up a step.
+become ready. A chunk reaches an item only then, so on a GPU no step waits for a tower.
 
 Nothing is pinned. In every step the sequences say in order which features they still need, and these are kept as far as they
 fit. The first sequence's next item always fits, so it never waits for a later one. Other features are dropped by last use.

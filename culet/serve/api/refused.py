@@ -51,6 +51,9 @@ _HINTS = {
     "chat_template": "the server sets the template with --chat-template",
     "truncation": "omit the field, and send a conversation that fits the context",
     "return_token_ids": "omit the field; only /v1/completions returns token ids",
+    **dict.fromkeys(
+        ("multi_modal_data", "image_data", "video_data", "audio_data"), "send media in the messages of /v1/chat/completions"
+    ),
     "lora_path": "omit the field; the server runs one model without adapters",
 }
 # Supported fields that do the same as a refused one, best first.
@@ -182,6 +185,10 @@ class UnsupportedFields(FormAliases, kw_only=True):
     chat_template: Refused = UNSET  # a template is a program, so requests cannot send one
     chat_template_kwargs: Refused = UNSET
     mm_processor_kwargs: Refused = UNSET
+    multi_modal_data: Refused = UNSET
+    image_data: Refused = UNSET
+    video_data: Refused = UNSET
+    audio_data: Refused = UNSET
     tools: Refused = UNSET
     tool_choice: Refused = UNSET
     max_tool_calls: Refused = UNSET

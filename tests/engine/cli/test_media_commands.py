@@ -79,3 +79,10 @@ def test_chat(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert [part["type"] for part in first["content"]] == ["image", "audio", "text"]
     assert second["content"] == "And now?"  # files belong to one message
     assert f"[image: {folder / 'red.png'}]\n[audio: {folder / 'tone.wav'}]\nWhat is it?" in (tmp_path / "chat.md").read_text()
+
+
+@pytest.mark.parametrize("chat", ["--chat", "--no-chat"])
+def test_an_error_names_the_flag_that_turned_media_off(folder: Path, capsys: pytest.CaptureFixture[str], chat: str) -> None:
+    files = ("--image", str(folder / "red.png"), "-m", str(folder))
+    assert run(("generate", "What?", chat, *files, "--language-model-only", *GREEDY)) != 0
+    assert "turned off by --language-model-only" in capsys.readouterr().err

@@ -104,6 +104,35 @@ def test_prompts_with_multi_modal_data(llm, folder, pixels):
     assert asyncio.run(run()) == result.text
 
 
+@pytest.mark.parametrize(("shape", "num_dropped"), [("E4B", 0), ("31B", 8)])  # the tokens of an empty thought
+def test_what_the_next_turn_computes_again(shape, num_dropped, pixels, tmp_path):
+    """All that the two prompts share is reused. The larger models' past turns have no empty thought, so less is shared."""
+    path = write_checkpoint(tmp_path, shape, towers=True)
+    messages = ask({"type": "image", "image": pixels, "detail": "low"})
+    with LLM(str(path), device="cpu", max_model_len=512, max_num_seqs=2) as other:
+        known: tuple[int, ...] = ()
+        num_earlier = 0
+        for turn in range(3):
+            (result,) = other.chat(messages, PARAMS, use_tqdm=False)
+            ids = result.prompt_token_ids
+            shared = next((i for i, (old, new) in enumerate(zip(known, ids, strict=False)) if old != new), len(known))
+            assert result.num_cached_tokens == shared
+            if turn:
+                assert shared >= num_earlier if num_dropped == 0 else shared == num_earlier - num_dropped
+            num_earlier = len(ids)
+            known = (*ids, *result.samples[0].token_ids[:-1])  # the last token of an answer has no KV
+            messages += [{"role": "assistant", "content": result.text}, {"role": "user", "content": f"And number {turn}?"}]
+        assert other.engine.stats().counters.encoded_items == 1
+
+
+def test_frames_and_tuples(llm, pixels):
+    prompt = {"prompt": "<|image|><|image|><|video|>", "mm_processor_kwargs": {"max_soft_tokens": 70}}
+    picture = Image.fromarray(pixels)
+    data = {"image": (picture, pixels), "video": [picture, picture, pixels]}
+    result = llm.generate(prompt | {"multi_modal_data": data}, PARAMS, use_tqdm=False)[0]
+    assert (result.prompt_token_ids.count(112), result.prompt_token_ids.count(116)) == (2 * 60, 3 * 60)
+
+
 def test_audio_and_video(llm, pixels):
     tone = np.sin(np.arange(8000) / 10).astype(np.float32)
     heard = llm.chat(ask({"type": "audio", "audio": (tone, 16000)}), PARAMS, use_tqdm=False)[0]
@@ -145,7 +174,7 @@ def test_a_template_may_show_media_anywhere(llm, pixels):
         (ask({"type": "image_url", "image_url": {"url": 7}}), "expected exactly one text"),
         (ask({"type": "file", "file": {"file_data": "data:application/pdf;base64,AAAA"}}), "no image, video or audio"),
         (ask({"type": "file", "file": {"file_id": "file-1"}}), "file_id"),
-        (ask({"type": "image", "image": np.zeros((4, 4), np.uint8)}), "expected uint8"),
+        (ask({"type": "image", "image": np.zeros((4, 4, 2), np.uint8)}), "expected uint8"),
         (ask({"type": "hologram"}), "expected one of text"),
         (
             [{"role": "system", "content": [{"type": "image", "image": b"GIF"}]}, *ask({"type": "text", "text": "Hi"})],

@@ -60,6 +60,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "completions": [
         ({"prompt_embeds": "AAAA"}, "prompt_embeds: not supported"),
+        ({"multi_modal_data": {"image": "AAAA"}}, "multi_modal_data: not supported (hint: send media in the messages of"),
+        ({"image_data": ["AAAA"]}, "image_data: not supported (hint: send media in the messages of"),
         ({"top_logprobs": 2}, "top_logprobs: not supported (hint: use logprobs)"),
         ({"reasoning_effort": "low"}, "reasoning_effort: not supported (hint: use thinking_token_budget)"),
         ({"reasoning": {"effort": "low"}}, "reasoning: not supported (hint: use thinking_token_budget)"),

@@ -1,0 +1,148 @@
+"""What a caller's own program may give as an image or a video: pictures of Pillow and arrays of every form."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from culet.errors import BadRequest
+from culet.media.items import MediaKind
+from culet.media.local import open_local, read_media_data
+from culet.media.reader import MediaReader
+from culet.media.sources import MediaSource
+from tests.media.noise import noise
+
+RGBA = noise(6, 8, 4)
+
+
+def opened(value: Any, kind: MediaKind = MediaKind.IMAGE) -> np.ndarray:
+    """Return the pixels that a value stands for."""
+    source = open_local(MediaSource(kind, "image"), value)
+    return np.frombuffer(source.data, np.uint8).reshape(source.shape)
+
+
+def over_white(layers: np.ndarray) -> np.ndarray:
+    white = Image.new("RGBA", (layers.shape[1], layers.shape[0]), "white")
+    return np.asarray(Image.alpha_composite(white, Image.fromarray(layers)).convert("RGB"))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "La", "RGBa"])
+def test_transparent_pictures_are_white(mode: str):
+    assert (opened(Image.new(mode, (3, 2))) == 255).all()
+
+
+def test_a_palette_may_have_transparency_of_its_own():
+    picture = Image.fromarray(np.array([[0, 1]], np.uint8), "P")
+    picture.putpalette([0, 0, 0, 0, 9, 9, 9, 255], "RGBA")
+    assert opened(picture).tolist() == [[[255] * 3, [9] * 3]]
+
+
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I", "F", "I;16", "I;16L", "I;16B"]
+)
+def test_every_mode_is_read(mode: str):
+    assert opened(Image.new(mode, (3, 2))).shape == (2, 3, 3)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "La"])
+@pytest.mark.parametrize("size", [(0, 0), (0, 5), (5, 0)])
+def test_pictures_without_pixels_are_refused(mode: str, size: tuple[int, int]):
+    with pytest.raises(BadRequest, match=f"image: the image is {size[0]} x {size[1]} pixels, expected at least 1 x 1"):
+        opened(Image.new(mode, size))
+
+
+def test_pictures_that_cannot_be_read_are_refused():
+    closed = Image.new("RGB", (3, 2))
+    closed.close()
+    buffer = io.BytesIO()
+    Image.fromarray(noise(40, 40, 3)).save(buffer, "PNG")
+    cut = Image.open(io.BytesIO(buffer.getvalue()[:500]))
+    odd = Image.new("L", (3, 2))
+    odd.info["transparency"] = "none"
+    for picture in (closed, cut, odd):
+        with pytest.raises(BadRequest, match="image: cannot read this picture of Pillow"):
+            opened(picture)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_damaged_exif_of_a_picture_counts_as_none(mode: str):
+    picture = Image.new(mode, (3, 2), "red")
+    picture.info["exif"] = b"Exif\0\0MM\0*\xff\xff"
+    assert (opened(picture) == [255, 0, 0]).all()
+
+
+def test_a_picture_is_turned_and_not_changed():
+    picture = Image.fromarray(RGBA)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture.info["exif"] = exif.tobytes()
+    before = dict(picture.info)
+    assert np.array_equal(opened(picture), np.rot90(over_white(RGBA), -1))
+    assert picture.info == before
+
+
+def test_arrays_may_be_grey_or_transparent():
+    grey = RGBA[:, :, 0]
+    expected = np.stack([grey] * 3, axis=-1)
+    assert np.array_equal(opened(grey), expected)
+    assert np.array_equal(opened(grey[:, :, None]), expected)
+    assert np.array_equal(opened(RGBA), over_white(RGBA))
+    assert np.array_equal(opened(RGBA), opened(Image.fromarray(RGBA)))
+    frames = np.stack([RGBA, 255 - RGBA])
+    assert np.array_equal(opened(frames, MediaKind.VIDEO), np.stack([over_white(RGBA), over_white(255 - RGBA)]))
+
+
+def read(**data: Any) -> list[MediaSource]:
+    return read_media_data(data, None, "data")
+
+
+def test_several_images_may_be_a_tuple():
+    picture, pixels = Image.new("RGB", (3, 2), "red"), noise(2, 3, 3)
+    for values in ((picture, picture), (pixels, pixels), [pixels, picture], (pixels, pixels, picture)):
+        found = read(image=values)
+        assert [source.name for source in found] == [f"data.image[{index}]" for index in range(len(values))]
+        assert {source.shape for source in found} == {(2, 3, 3)}
+
+
+def test_frames_are_one_video(reader: MediaReader):
+    pixels = noise(3, 40, 60, 3)
+    (whole,) = read(video=pixels)
+    pictures = [Image.fromarray(frame) for frame in pixels]
+    for frames in (list(pixels), pictures, tuple(pictures), [pixels[0], *pictures[1:]]):
+        (source,) = read(video=frames)
+        assert (source.data, source.shape, source.rate) == (whole.data, whole.shape, 0.0)
+    (medium,) = reader.read_now([source])
+    assert medium.timestamps == pytest.approx((0, 1 / 24, 2 / 24))  # as for an array, and as in transformers
+    for rate in ({"fps": 2}, 2, np.int64(2)):
+        (timed,) = read(video=(pictures, rate))
+        assert (timed.shape, timed.rate) == (whole.shape, 2.0)
+    assert len(read(video=[pictures, (pixels, {"fps": 2})])) == 2
+    assert len(read(video=(pixels, pixels))) == 2
+    assert open_local(MediaSource(MediaKind.VIDEO, "part"), pictures).shape == whole.shape
+
+
+def test_audio_in_tuples():
+    samples = np.zeros(2000, np.float32)
+    assert [source.rate for source in read(audio=(samples, 16000))] == [16000]
+    assert [source.rate for source in read(audio=((samples, 16000), (samples, 8000)))] == [16000, 8000]
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ([noise(4, 4, 3), noise(4, 5, 3)], r"video\[1\]: got a frame of 5 x 4 pixels, expected 4 x 4"),
+        ([noise(4, 4, 3), np.zeros((4, 4, 3))], r"video\[1\]: got float64"),
+        ([noise(4, 4, 3), b"x"], r"video\[1\]: got bytes"),
+        ([], "video: got no frames"),
+        ((noise(2, 4, 4, 3), float("nan")), "video: got a rate of nan"),
+        ((noise(2, 4, 4, 3), -1), "video: got a rate of -1"),
+    ],
+)
+def test_bad_videos_are_refused(value: Any, problem: str):
+    with pytest.raises(BadRequest, match=problem):
+        open_local(MediaSource(MediaKind.VIDEO, "video"), value)
