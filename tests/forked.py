@@ -8,13 +8,17 @@ process collects the tests first, and the others are its forks, so they find all
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import os
+import signal
 import sys
 
 import pytest
 from execnet import gateway_io
 from execnet.gateway_base import ExecModel, Popen2IO
+
+from tests.interpreting import fork_interpreter
 
 
 class _Fork:
@@ -41,8 +45,11 @@ class _Fork:
         os.close(read_end)
         os.close(write_end)
         sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
-        exec(gateway_io.popen_bootstrapline, {"__name__": "__main__"})
-        sys.exit()
+        try:
+            exec(gateway_io.popen_bootstrapline, {"__name__": "__main__"})
+            atexit._run_exitfuncs()
+        finally:
+            os._exit(0)  # the rest of this program is the first process's
 
     def wait(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.process_id, 0)[1])
@@ -64,8 +71,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("-n", type=int, required=True)
     num_processes = parser.parse_known_args(arguments)[0].n
+    if sys.platform != "linux":
+        return int(pytest.main(arguments))
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         pytest.main([*arguments, "-n", "0", "--collect-only", "-qq"])  # the forks report what is wrong
+    interpreter = fork_interpreter()
     for _ in range(num_processes):
         _Fork()
     start = gateway_io.Popen2IOMaster
@@ -74,7 +84,11 @@ def main() -> int:
         return _ForkedIO(_Fork.waiting.pop(), execmodel) if _Fork.waiting else start(args, execmodel)
 
     gateway_io.Popen2IOMaster = take  # type: ignore[assignment, misc]
-    return int(pytest.main(arguments))
+    try:
+        return int(pytest.main(arguments))
+    finally:
+        os.kill(interpreter, signal.SIGKILL)
+        os.waitpid(interpreter, 0)
 
 
 if __name__ == "__main__":
