@@ -26,10 +26,8 @@ test-all:  ## the same with long soaks and full test matrices
 	@$(MAKE) --no-print-directory -j 2 lint pytest SELECTED="not gpu"
 
 # The tests' tensors are small, so one thread per process is fastest. Tests of servers often wait, so four processes suit two cores.
-# In a new environment nothing is compiled yet, and each of the four would compile the same modules, so one process imports them first.
 pytest:
-	@[ -e $(VENV)/.compiled ] || { $(BIN)/python -m pytest --collect-only -qq >/dev/null; touch $(VENV)/.compiled; }
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --durations 20 -m "$(SELECTED)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.forked -n 4 --dist loadfile --durations 20 -m "$(SELECTED)"
 
 test-clients:  ## run real clients from PyPI and npm against the built-in model (CLIENTS=NAME for some)
 	@scripts/make-venv $(VENV)
