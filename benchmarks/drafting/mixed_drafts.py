@@ -5,7 +5,7 @@
 
 There are 40 chats, alternately good and bad. They run one after the other or in groups of eight. Good chats are the built-in
 model's questions, answered to the end. Bad chats continue past the end of such an answer (`ignore_eos`). Three engines take
-turns, chat by chat, so that other load on the machine affects all of them:
+turns on the same chats, a few steps each, so that other load on the machine affects all of them:
 
 - one without a drafter, which gives the plain speed,
 - one that gets only the good chats, which gives their speed on their own,
@@ -22,7 +22,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -34,7 +36,7 @@ from culet import LLM, SamplingParams
 
 QUESTIONS = Path(__file__).parents[2] / "training" / "questions"
 NUM_CHATS = 40
-ALL_STEPS = 1 << 30
+TURN_STEPS = 4  # good groups of eight have only seven steps
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,54 @@ def read_chats(llm: LLM, count: int, num_tokens: int) -> tuple[Chats, Chats]:
     return Chats(prompts, to_end), Chats(ended, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True))
 
 
+class OwnClock:
+    """An engine's clock, which stands still during the turns of others. By it, the engine's policy times steps."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._stopped_at, self._paused_s = time.monotonic(), 0.0
+        llm.engine._scheduler._step_timer._clock = self
+
+    def __call__(self) -> float:
+        return time.monotonic() - self._paused_s
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        self._paused_s += time.monotonic() - self._stopped_at
+        yield
+        self._stopped_at = time.monotonic()
+
+
+class Engine:
+    """An engine that takes turns with others."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.clock = llm, OwnClock(llm)
+
+
+def answer_in_turns(engines: Sequence[tuple[Engine, Speed]], prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    """Have all engines answer the prompts, a few steps each in turn."""
+    answering = {}
+    for engine, _ in engines:
+        with engine.clock.turn():
+            answering[engine] = Answering(engine.llm, prompts, params)
+    running = [engine for engine, _ in engines]
+    while running:
+        for engine in list(running):
+            with engine.clock.turn():
+                if not answering[engine].advance(TURN_STEPS):
+                    running.remove(engine)
+        running.reverse()  # an engine that always came first would find the caches in a different state
+    for engine, speed in engines:
+        speed.add(answering[engine])
+
+
 class Speed:
     """The tokens and seconds of one kind of chat in one engine."""
 
     def __init__(self) -> None:
         self.num_tokens, self.seconds, self.own_seconds = 0, 0.0, 0.0
 
-    def run(self, llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        answering = Answering(llm, prompts, params)
-        answering.advance(ALL_STEPS)
+    def add(self, answering: Answering) -> None:
         self.num_tokens += answering.num_tokens
         self.seconds += answering.seconds
         self.own_seconds += answering.own_seconds
@@ -81,22 +122,20 @@ class Speed:
         return tokens * slower.seconds / self.seconds, tokens * slower.own_seconds / self.own_seconds
 
 
-def run_once(plain: LLM, alone: LLM, mixed: LLM, good: Chats, bad: Chats, size: int) -> dict[str, tuple[float, float]]:
+def run_once(plain: Engine, alone: Engine, mixed: Engine, good: Chats, bad: Chats, size: int) -> dict[str, tuple[float, float]]:
     """Run all chats once, in groups of `size`, and return the relative speeds."""
     names = ("plain good", "plain bad", "alone good", "mixed good", "mixed bad", "plain shared", "mixed shared")
     speeds = {name: Speed() for name in names}
     num_groups = max(2, NUM_CHATS // size)
     for index in range(num_groups):
         kind, chats = ("good", good) if index % 2 == 0 else ("bad", bad)
-        group = chats.group(index // 2, size)
-        engines = [("plain", plain), ("mixed", mixed)] + ([("alone", alone)] if kind == "good" else [])
-        for name, llm in engines if index % 4 < 2 else engines[::-1]:
-            speeds[f"{name} {kind}"].run(llm, *group)
+        engines = {"plain": plain, "mixed": mixed} | ({"alone": alone} if kind == "good" else {})
+        order = [(engine, speeds[f"{name} {kind}"]) for name, engine in engines.items()]
+        answer_in_turns(order if index % 4 < 2 else order[::-1], *chats.group(index // 2, size))
     for index in range(num_groups // 2 if size > 1 else 0):
         half = size // 2
         prompts = [*good.group(index, half)[0], *bad.group(index, half)[0]]
-        for name, llm in (("plain", plain), ("mixed", mixed)):
-            speeds[f"{name} shared"].run(llm, prompts, bad.params)
+        answer_in_turns([(plain, speeds["plain shared"]), (mixed, speeds["mixed shared"])], prompts, bad.params)
     return {
         "good": speeds["mixed good"].over(speeds["alone good"]),
         "bad": speeds["mixed bad"].over(speeds["plain bad"]),
@@ -109,7 +148,8 @@ def measure(plain: LLM, alone: LLM, mixed: LLM, size: int, *, num_runs: int, num
     """Return the medians over the runs."""
     share_weights(mixed, alone, plain)
     good, bad = read_chats(plain, NUM_CHATS, num_tokens)
-    runs = [run_once(plain, alone, mixed, good, bad, size) for _ in range(num_runs + 1)][1:]
+    engines = [Engine(llm) for llm in (plain, alone, mixed)]
+    runs = [run_once(*engines, good, bad, size) for _ in range(num_runs + 1)][1:]
     summary: dict[str, Any] = {"num_seqs": size}
     for name in runs[0]:
         summary[name] = round(median(run[name][0] for run in runs), 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +24,17 @@ from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.sequence import Acceptance
 from culet.scheduler.stats import Counters
-from culet.scheduler.step_cost import StepCost
+from culet.scheduler.step_cost import Rounds, StepCost
 
 _GPU_TOKEN_S, _CPU_TOKEN_S = 4e-7, 1e-4  # per token and layer
 # Unless rounds are planned ahead, the host waits for the accepted counts before it launches the next step. Measured on an H200.
 _GPU_WAIT_S, _GPU_WAIT_PER_SEQ_S = 2.5e-4, 3e-5
 
 PROBE_PROMPT = "Count from 1 to 20."
-PROBE_TOKENS = 48  # generated with the maximum number of drafts
-TIMED_TOKENS = 20  # generated with one draft per round, and again with none
+PROBE_TOKENS = 40  # generated with the maximum number of drafts
+TIMED_TOKENS = 16  # generated with one draft per round, and again with none
+# Sequences that are timed together, the length of their prompts, and their steps of each kind. Prompts are short to save time.
+TIMED_SEQS, TIMED_PROMPT, TIMED_STEPS = 4, 4, 2
 UNTIMED_STEPS = 3  # the first steps are slower: they compute the prompt and touch new buffers
 MIN_ACCEPTED = 0.1  # if the probe accepts fewer drafts than this per verify, something must be wrong
 
@@ -159,6 +162,7 @@ class _Fixed:
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
+        self.times: dict[tuple[int, int, int], list[float]] = {}  # by the shape of a step
 
     def plan(self, batch: Sequence[Acceptance]) -> None:
         pass
@@ -173,29 +177,55 @@ class _Fixed:
         pass
 
     def took(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
-        """Do nothing: the probe measures time itself."""
+        self.times.setdefault((num_seqs, num_drafting, num_drafts), []).append(seconds)
 
 
-def run_probe(scheduler: Scheduler, add: Callable[[int], None], step: Callable[[], object]) -> Probe:
+def run_probe(
+    scheduler: Scheduler, add: Callable[[str, int, int], None], step: Callable[[], object], *, num_several: int = 1
+) -> Probe:
     """Measure acceptance with the maximum number of drafts, and round times with the maximum, with one and with none.
 
-    `add` queues a request for the given number of tokens. Only what the policy has learned is kept.
+    `add` queues a request. It takes an id, the most tokens of the prompt, and the number of tokens to generate. Rounds of
+    `num_several` sequences are timed too. Only what the policy has learned is kept.
     """
     policy, counters, seconds = scheduler.policy, Counters(), {}
     for num_drafts in (scheduler.max_drafts, 1, 0):
         scheduler.policy = _Fixed(num_drafts)
-        add(PROBE_TOKENS if num_drafts == scheduler.max_drafts else TIMED_TOKENS)
+        add("draft-probe", sys.maxsize, PROBE_TOKENS if num_drafts == scheduler.max_drafts else TIMED_TOKENS)
         times = [time.perf_counter()]
         while scheduler.has_work:
             step()
             times.append(time.perf_counter())
         gaps = [after - before for before, after in pairwise(times)]
-        gaps = sorted(gaps[UNTIMED_STEPS:] or gaps)
+        gaps = sorted(gaps[UNTIMED_STEPS:-1] or gaps)  # the last step makes no proposals
         seconds[num_drafts] = gaps[len(gaps) // 8]  # a low quantile, because other work on the machine slows some steps
         if num_drafts == scheduler.max_drafts:
             counters = scheduler.counters.copy()
     if isinstance(policy, DraftPolicy):
-        policy.believe(counters, policy.cost.model.fitted(seconds))
+        several = _time_several(scheduler, num_several, policy.usual, add, step) if num_several > 1 else None
+        policy.believe(counters, policy.cost.model.fitted(seconds, several))
     scheduler.policy, scheduler.counters = policy, Counters()
     scheduler.drop_resume_points()
     return Probe(counters, seconds)
+
+
+def _time_several(
+    scheduler: Scheduler, num_seqs: int, num_drafts: int, add: Callable[[str, int, int], None], step: Callable[[], object]
+) -> Rounds | None:
+    """Time plain steps and then rounds of several sequences. Return None if they never ran together."""
+    scheduler.policy = fixed = _Fixed(0)
+    names = [f"draft-probe-{number}" for number in range(num_seqs)]
+    for name in names:
+        add(name, TIMED_PROMPT, PROBE_TOKENS)
+    while scheduler.has_work:
+        step()
+        if len(plain := fixed.times.get((num_seqs, 0, 0), [])) >= TIMED_STEPS:
+            fixed.num_drafts = num_drafts
+        if len(drafting := fixed.times.get((num_seqs, num_seqs, num_drafts), [])) >= TIMED_STEPS:
+            break
+    for name in names:
+        scheduler.cancel(name)
+    while scheduler.has_work:
+        step()
+    scheduler.deltas()  # nobody waits for the ends of cancelled requests
+    return Rounds(num_seqs, num_drafts, min(plain), min(drafting)) if plain and drafting else None

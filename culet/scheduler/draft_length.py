@@ -70,7 +70,7 @@ class DraftPolicy:
         self._step, self._explored_at, self._explore_from, self._random = 0, -1, 0, random.Random(0)
         self._num_drafts: int | None = None  # drafts of the planned step, or None if no sequence decodes in it
         self._until_timed: dict[int, tuple[int, int]] = {}  # batch size -> steps left before it is timed, and of how many
-        self._usual = self.lengths[len(self.lengths) // 2]  # the latest number of drafts other than none, which is timed
+        self.usual = self.lengths[len(self.lengths) // 2]  # the latest number of drafts other than none, which is timed
         self._timed: list[int] = []  # lengths of the next steps, which are run to time them
         self._quiet: list[Acceptance] = []  # a batch that gets no drafts until something changes
         self._quiet_until = 0  # the step at which it is decided again even if nothing changes
@@ -122,8 +122,9 @@ class DraftPolicy:
             num_drafts, least = self._choose(hopes, is_try=True)
         if is_timed := bool(self._timed):
             num_drafts, least = self._timed.pop(), 0.0
-        self._num_drafts, self._usual = num_drafts, num_drafts or self._usual
-        first_rest = min(MAX_REST, max(MIN_REST, round(self.cost.overhead(len(batch), 1, self.lengths[0]) / TRY_SHARE)))
+        self._num_drafts, self.usual = num_drafts, num_drafts or self.usual
+        try_cost = self.cost.overhead(len(batch), len(batch), self.lengths[0])  # sequences that start together try together
+        first_rest = min(MAX_REST, max(MIN_REST, round(try_cost / TRY_SHARE)))
         for state, hope in zip(batch, hopes, strict=True):
             self._decide(state, num_drafts if hope >= least else 0, first_rest)
             state.min_accepted = 0 if is_timed or self.is_ahead else self._least_accepted(state, len(batch))
@@ -195,5 +196,5 @@ class DraftPolicy:
         num_left, wait = self._until_timed.get(size, (TIMED_FIRST, TIMED_FIRST))
         if num_left == 1:
             num_left = wait = min(TIMED_LAST, (TIMED_GROWTH if size in self.cost.confirmed else 2) * wait)
-            self._timed = [0] * NUM_TIMED + [self._usual] * NUM_TIMED + [0] * NUM_TIMED
+            self._timed = [0] * NUM_TIMED + [self.usual] * NUM_TIMED + [0] * NUM_TIMED
         self._until_timed[size] = num_left - 1, wait

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 NUM_TIMES = 8  # times kept for each run of steps
 MIN_TIMES = 3  # plain steps that must be timed before rounds, and again after them, to compare them
@@ -17,6 +18,32 @@ NUM_FOUND = 5  # comparisons whose median counts
 FADE = 0.25  # how far each measurement of one length moves the corrections of the others
 MAX_CORRECTION = 100.0  # largest factor between a round's measured and modelled cost, in either direction
 MIN_OVERHEAD = 0.02  # smallest modelled overhead of a round, because a noisy probe may find none
+
+
+class Rounds(NamedTuple):
+    """Measured seconds of plain steps and of rounds of several sequences."""
+
+    num_seqs: int
+    num_drafts: int  # of each sequence in a round
+    plain: float
+    drafting: float
+
+
+class BatchCost(NamedTuple):
+    """What sequences beyond the first add, measured with `num_seqs` of them."""
+
+    num_seqs: int
+    seq_s: float  # time that each adds to a plain step
+    draft_s: float  # time that each of its drafts adds to a round
+
+    def plain(self, first_s: float, num_seqs: int) -> float:
+        """Return the seconds of a plain step if that of one sequence takes `first_s`.
+
+        The second sequence may add more than later ones, because products of one row are faster. So beyond the measured
+        size, a sequence adds no more than a draft, which also is one more token in the step.
+        """
+        num_beyond = max(0, num_seqs - self.num_seqs)
+        return first_s + (num_seqs - 1 - num_beyond) * self.seq_s + num_beyond * min(self.seq_s, self.draft_s)
 
 
 @dataclass(frozen=True)
@@ -39,6 +66,7 @@ class StepCost:
     wait_per_seq_s: float = 0.0  # part of the wait that grows with the batch
     each_draft_s: float | None = None  # time of one draft of one sequence and its share of the verify, if measured
     is_padded: bool = False  # whether every row of a verify step is padded to the longest
+    batch: BatchCost | None = None  # what further sequences cost, if measured
 
     def step(self, num_tokens: int) -> float:
         """Return the seconds of a step of the target.
@@ -59,7 +87,11 @@ class StepCost:
         """
         if not num_drafts or not num_drafting:
             return 0.0
-        extra = self._extra(num_seqs, num_seqs if self.is_padded else num_drafting, num_drafts)
+        num_verifying = num_seqs if self.is_padded else num_drafting
+        if self.batch is not None and self.each_draft_s is not None:
+            extra = num_drafts * (self.each_draft_s + (num_verifying - 1) * self.batch.draft_s)
+            return (extra + self.wait_s + num_seqs * self.wait_per_seq_s) / self.batch.plain(self.step(1), num_seqs)
+        extra = self._extra(num_seqs, num_verifying, num_drafts)
         if self.each_draft_s is not None:
             extra *= self.each_draft_s * num_drafts / self._extra(1, 1, num_drafts)
         return (extra + self.wait_s + num_seqs * self.wait_per_seq_s) / self.step(num_seqs)
@@ -70,15 +102,22 @@ class StepCost:
         drafting = num_passes * (self.draft_bytes / self.bytes_per_s + self.draft_s)
         return self.step(num_seqs + num_drafting * num_drafts) - self.step(num_seqs) + drafting
 
-    def fitted(self, measured: Mapping[int, float]) -> StepCost:
+    def fitted(self, measured: Mapping[int, float], several: Rounds | None = None) -> StepCost:
         """Return this model fitted to measured seconds of rounds of one sequence with 0, 1 and the most drafts.
 
-        A round adds a fixed time per draft to a plain step, plus a wait that does not depend on the number of drafts.
+        A round adds a fixed time per draft to a plain step, plus a wait that does not depend on the number of drafts. If
+        rounds of several sequences were measured too, each further sequence adds a fixed time per draft.
         """
         speed = measured[0] / self.step(1)
         most, wait_per_seq = max(measured), self.wait_per_seq_s * speed
         beyond = {count: max(0.0, measured[count] - measured[0] - wait_per_seq) for count in (1, most)}
         each = beyond[1] if most == 1 else max(0.0, (beyond[most] - beyond[1]) / (most - 1))
+        wait, batch = max(0.0, beyond[most] - most * each), None
+        if several is not None:
+            num_more = several.num_seqs - 1
+            more = several.drafting - several.plain - wait - wait_per_seq - several.num_drafts * each
+            seq_s = max(0.0, (several.plain - measured[0]) / num_more)
+            batch = BatchCost(several.num_seqs, seq_s, max(0.0, more / (num_more * several.num_drafts)))
         return replace(
             self,
             bytes_per_s=self.bytes_per_s / speed,
@@ -87,8 +126,9 @@ class StepCost:
             draft_s=self.draft_s * speed,
             token_s=self.token_s * speed,
             wait_per_seq_s=wait_per_seq,
-            wait_s=max(0.0, beyond[most] - most * each),
+            wait_s=wait,
             each_draft_s=each,
+            batch=batch,
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from culet.config import Config
-from culet.engine.drafting import PROBE_PROMPT, ReadBytes, draft_policy, run_probe
+from culet.engine.drafting import PROBE_PROMPT, TIMED_SEQS, ReadBytes, draft_policy, run_probe
 from culet.engine.requests import ChatMarks, RequestRules
 from culet.engine.resolve import Setup, resolve
 from culet.engine.start.times import StartTimes
@@ -188,11 +188,13 @@ def _probe_drafts(parts: EngineParts, add: Callable[[Request], None], step: Call
         prompt = parts.tokenizer.encode(parts.chat_template.render([{"role": "user", "content": PROBE_PROMPT}]))
     prompt = prompt[: rules.max_model_len // 2]
 
-    def add_probe(num_tokens: int) -> None:
+    def add_probe(name: str, prompt_len: int, num_tokens: int) -> None:
         max_tokens = min(num_tokens, rules.max_model_len - len(prompt))
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        add(rules.make_request("draft-probe", prompt, params))
+        add(rules.make_request(name, prompt[:prompt_len], params))
 
-    probe = run_probe(parts.scheduler, add_probe, step)
+    # On a GPU, further sequences cost little until their tokens are many, which the model of sizes knows.
+    is_cpu, max_num_seqs = parts.setup.device.type == "cpu", parts.setup.config.schedule.max_num_seqs
+    probe = run_probe(parts.scheduler, add_probe, step, num_several=min(TIMED_SEQS, max_num_seqs) if is_cpu else 1)
     if not is_random:
         probe.log(choice)

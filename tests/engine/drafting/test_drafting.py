@@ -412,6 +412,8 @@ def test_a_useless_drafter_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixt
     given = {"method": "mtp", "model": str(drafter)}
     with LLM(str(folder), device="cpu", max_num_seqs=2, max_model_len=120, speculative_config=given) as llm:
         assert llm.engine.stats().counters.verifies == 0  # the probe leaves no counts
+        assert llm.engine._scheduler.policy.cost.model.batch.num_seqs == 2  # sequences that were timed together
+        assert not llm.engine._scheduler.deltas()
     warned = [record.getMessage() for record in caplog.records if "DRAFTS ARE NOT ACCEPTED" in record.getMessage()]
     assert len(warned) == 1
     assert all(cause in warned[0] for cause in ("wrong pairing", "wrong template", "wrong layer", str(drafter)))

@@ -8,12 +8,21 @@ from dataclasses import dataclass, field
 
 from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.sequence import Acceptance
-from culet.scheduler.step_cost import StepCost
+from culet.scheduler.step_cost import Rounds, StepCost
 
 # Seconds that a round with this many drafts adds to a one-second step. They are close to the built-in model's on a CPU.
 CPU_MTP = {0: 0.0, 1: 0.55, 2: 0.8, 3: 1.0}
 CPU_DFLASH = {0: 0.0, 1: 0.7, 4: 0.85, 7: 1.1}
 GPU_MTP = {0: 0.0, 1: 0.1, 2: 0.16, 3: 0.22}
+
+
+# Milliseconds of plain steps of 1 to 8 sequences, with the built-in model on a CPU.
+PLAIN_MS = (13.5, 17.5, 18.8, 20.0, 21.4, 22.7, 24.0, 25.4)
+
+
+def dflash_ms(num_drafting: int, num_drafts: int) -> float:
+    """Return what a round of DFlash adds to a step of the built-in model on a CPU, within a tenth of what was measured."""
+    return 0.84 * (10.5 + num_drafting * (1.2 + 1.42 * num_drafts)) if num_drafting else 0.0
 
 
 @dataclass
@@ -47,6 +56,14 @@ def probed_cost(overheads: dict[int, float], **changes: object) -> StepCost:
     cost = StepCost(5e7, 0, 0, 0, 2.5e7, 5e6, is_at_once, 1e10, 1e11, wait_s=0.0, step_s=1e-3, draft_s=1e-4, **changes)  # type: ignore[arg-type]
     most = max(overheads)
     return cost.fitted({0: 1.0, 1: 1.0 + overheads[1], most: 1.0 + overheads[most]})
+
+
+def probed_dflash(num_several: int = 4) -> StepCost:
+    """Return the cost model as the start fits it to one sequence, and to several if they are timed too."""
+    cost = StepCost(5e7, 0, 0, 0, 2.5e7, 5e6, True, 1e10, 1e11, wait_s=0.0, step_s=1e-3, draft_s=1e-4)
+    plain = PLAIN_MS[num_several - 1]
+    several = Rounds(num_several, 4, plain, plain + dflash_ms(num_several, 4)) if num_several > 1 else None
+    return cost.fitted({count: PLAIN_MS[0] + dflash_ms(count > 0, count) for count in (0, 1, 7)}, several)
 
 
 class Simulation:
@@ -120,3 +137,13 @@ class Simulation:
                 self.policy.note(chat.state, num_drafts, num_accepted)
         most = max(verified, default=0)
         return (len(running), sum(count > 0 for count in verified), most) if running else None
+
+
+class DFlashSimulation(Simulation):
+    """Runs chats with the measured costs of DFlash. A plain step takes one second, whatever its size."""
+
+    def __init__(self, seed: int, num_several: int = 4) -> None:
+        super().__init__({}, DraftPolicy(probed_dflash(num_several), (1, 4, 7)), seed=seed)
+
+    def _overhead(self, num_seqs: int, num_drafting: int, num_drafts: int) -> float:
+        return dflash_ms(num_drafting, num_drafts) / PLAIN_MS[num_seqs - 1]
