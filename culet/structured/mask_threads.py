@@ -40,10 +40,11 @@ class MaskThreads:
         jobs = sorted([job for job in wanted if not job[0].is_busy], key=lambda job: job[0].mask_s)
         for matcher, _ in jobs:
             matcher.is_busy = True
-        quick = deque([job for job in jobs if not job[0].is_slow])
+        # Sort out the slow ones before any thread starts, because threads change who is slow.
+        quick, slow = deque([job for job in jobs if not job[0].is_slow]), [job for job in jobs if job[0].is_slow]
         threads = {self._quick.submit(_work, quick, deadline) for _ in range(min(self._num_quick, len(quick)))}
         self._late = {future for future in self._late if not future.done()}
-        self._late |= {self._slow.submit(_work, deque([job]), deadline) for job in jobs if job[0].is_slow}
+        self._late |= {self._slow.submit(_work, deque([job]), deadline) for job in slow}
         wait(threads if skip_slow else threads | self._late, limit_s)
         self._late |= threads
         for matcher, _ in _drain(quick):  # not begun, so the next step asks again
