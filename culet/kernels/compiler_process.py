@@ -45,12 +45,12 @@ def main() -> None:
     hash_kernels()
     _answer(answers, {"error": ""})
     if has_launchers:
-        _compile_jobs(sys.stdin, answers, has_launchers=True)
+        compile_jobs(sys.stdin, answers, has_launchers=True)
     else:
         _pass_on_jobs(sys.stdin, answers)
 
 
-def _compile_jobs(jobs: Iterable[str], answers: TextIO, *, has_launchers: bool) -> None:
+def compile_jobs(jobs: Iterable[str], answers: TextIO, *, has_launchers: bool) -> None:
     """Answer jobs for one architecture until there are no more."""
     capability = None
     for line in jobs:
@@ -90,7 +90,7 @@ def _fork() -> TextIO:
     if not os.fork():
         ours.close()
         with theirs.makefile("rw") as file:
-            _compile_jobs(file, file, has_launchers=False)
+            compile_jobs(file, file, has_launchers=False)
         os._exit(0)
     theirs.close()
     return ours.makefile("rw")
