@@ -1,8 +1,10 @@
 """Run work that may never finish in a separate Python process, which answers every question that it is sent.
 
 A LineProcess gets lines and answers each with a line of JSON. Other forms of questions are subclasses of ChildProcess. The
-caller sets a time limit and kills the process when it is exceeded. Nothing less can stop every template or grammar. The
-limit includes the time to send the line: a process that does not read, because it was stopped or hangs, holds up nobody.
+caller sets a time limit and kills the process when it is exceeded. Nothing less can stop every template or grammar. The limit
+counts the processor time of the process, so that a question is not refused because other programs use the processors. The
+caller also limits the time that it waits in all: a process that does not read, because it was stopped or hangs, holds up nobody
+for long.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from culet.errors import InternalError
 
 START_LIMIT_S = 60.0  # for the process to start, which depends on the machine and not on the question
 _LOOK_S = 0.2  # how often to look whether a silent process was stopped
+_PATIENCE = 6  # A caller waits this many times the time limit for a process that gets little processor time.
 _READ_BYTES = 1 << 16
+_PROCESSOR_CLOCK = 2  # Linux derives the clock of a process from its id and this kind.
 _NICENESS = 10  # Clients decide how much work these processes have, so the engine and the web process come first.
 
 
@@ -63,6 +67,25 @@ class Stopper:
                 self._process = None
 
 
+class Deadline:
+    """The time limit of a question to a process."""
+
+    def __init__(self, process_id: int, limit_s: float, max_wait_s: float) -> None:
+        """Start to count. `limit_s` is processor time, and `max_wait_s` is the longest wait."""
+        self._process_id, self._limit_s = process_id, limit_s
+        self._used_before_s = _processor_s(process_id)
+        self._soonest = time.monotonic() + min(limit_s, max_wait_s)
+        self._latest = time.monotonic() + max_wait_s
+
+    def left_s(self) -> float:
+        """Return how long to wait before asking again, or 0 if the time is over."""
+        now = time.monotonic()
+        if now < self._soonest:
+            return self._soonest - now
+        unused_s = self._limit_s - (_processor_s(self._process_id) - self._used_before_s)
+        return max(0.0, min(unused_s, self._latest - now))
+
+
 class ChildProcess(ABC):
     """A running program that answers questions. Not thread-safe, except for `kill`."""
 
@@ -82,7 +105,7 @@ class ChildProcess(ABC):
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._input, False)
         self.end = weakref.finalize(self, _end, self._process)  # also runs at exit
-        deadline = time.monotonic() + START_LIMIT_S
+        deadline = self._deadline(START_LIMIT_S, START_LIMIT_S)
         try:
             self._send(first_message, deadline)
             self._receive(deadline)
@@ -105,11 +128,14 @@ class ChildProcess(ABC):
         """End the process. A thread that waits for its answer gets a ConnectionError. Call `end` afterwards."""
         self._process.kill()
 
+    def _deadline(self, limit_s: float, max_wait_s: float | None = None) -> Deadline:
+        return Deadline(self.process_id, limit_s, _PATIENCE * limit_s if max_wait_s is None else max_wait_s)
+
     @abstractmethod
-    def _receive(self, deadline: float) -> Any:
+    def _receive(self, deadline: Deadline) -> Any:
         """Return the next answer. Raise TimeoutError, or another OSError if the process died or was stopped."""
 
-    def _send(self, message: bytes | bytearray, deadline: float) -> None:
+    def _send(self, message: bytes | bytearray, deadline: Deadline) -> None:
         unsent = memoryview(message)
         while unsent:
             try:
@@ -117,7 +143,7 @@ class ChildProcess(ABC):
             except BlockingIOError:
                 self._wait(self._input, select.POLLOUT, deadline)
 
-    def _read_into(self, buffer: bytearray | memoryview, deadline: float) -> int:
+    def _read_into(self, buffer: bytearray | memoryview, deadline: Deadline) -> int:
         """Wait for bytes of the answer, put as many as there are into `buffer`, and return their number."""
         self._wait(self._output, select.POLLIN, deadline)
         num_read = os.readv(self._output, [buffer])
@@ -125,13 +151,13 @@ class ChildProcess(ABC):
             raise ConnectionError("the process exited unexpectedly")
         return num_read
 
-    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
+    def _wait(self, descriptor: int, event: int, deadline: Deadline) -> None:
         """Wait until the pipe is ready. Unlike `select`, `poll` works with any number of open connections."""
         poll = select.poll()
         poll.register(descriptor, event)
         while True:
-            left_s = deadline - time.monotonic()
-            if poll.poll(1000 * max(0.0, min(left_s, _LOOK_S))):
+            left_s = deadline.left_s()
+            if poll.poll(1000 * min(left_s, _LOOK_S)):
                 return
             if self._is_stopped():
                 raise ConnectionError("the process was stopped")
@@ -156,22 +182,30 @@ class LineProcess(ChildProcess):
         self._buffer = bytearray(_READ_BYTES)
         super().__init__(module, purpose, b"" if first_line is None else _one_line(first_line.encode()))
 
-    def ask(self, line: str | bytes, limit_s: float) -> dict[str, Any]:
+    def ask(self, line: str | bytes, limit_s: float, max_wait_s: float | None = None) -> dict[str, Any]:
         """Send a line of JSON and return the answer.
 
         Raise TimeoutError, or another OSError if the process died or was stopped.
         """
-        deadline = time.monotonic() + limit_s
+        deadline = self._deadline(limit_s, max_wait_s)
         self._send(_one_line(line.encode() if isinstance(line, str) else line), deadline)
         return self._receive(deadline)
 
-    def _receive(self, deadline: float) -> dict[str, Any]:
+    def _receive(self, deadline: Deadline) -> dict[str, Any]:
         pieces = [self._rest]
         while b"\n" not in pieces[-1]:
             pieces.append(bytes(memoryview(self._buffer)[: self._read_into(self._buffer, deadline)]))
         line, _, self._rest = b"".join(pieces).partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def _processor_s(process_id: int) -> float:
+    """Return the processor time of a process. Where the system cannot tell, all time counts."""
+    try:
+        return time.clock_gettime(~process_id << 3 | _PROCESSOR_CLOCK)
+    except OSError:  # not Linux, or the process has ended
+        return time.monotonic()
 
 
 def _one_line(line: bytes) -> bytes:

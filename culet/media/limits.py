@@ -21,7 +21,7 @@ class MediaLimits:
     max_audio_s: float = 600.0
     max_video_side: int = 4096
     max_video_frames: int = 200_000  # in the file. Only `num_frames` of them are decoded.
-    time_limit_s: float = 8.0  # for decoding one medium
+    time_limit_s: float = 8.0  # of processor time, for decoding one medium
     max_memory_bytes: int = 2 << 30  # of a decoding process, beyond what its libraries take
     num_processes: int = 2
     max_waiting: int = 64

@@ -7,11 +7,10 @@ process that hangs or dies costs one request. Processes start on demand and keep
 from __future__ import annotations
 
 import threading
-import time
 
 from culet.errors import BadRequest
 from culet.frames import LENGTH_BYTES, frame, frame_length
-from culet.line_process import ChildProcess, Stopper
+from culet.line_process import ChildProcess, Deadline, Stopper
 from culet.media.items import MediaItem, Medium
 from culet.media.limits import MediaLimits
 from culet.media.messages import Answer, Question, answers
@@ -28,16 +27,16 @@ class DecoderProcess(ChildProcess):
 
     def ask(self, question: Question, data: bytes, limit_s: float) -> tuple[Answer, list[bytes]]:
         """Return the answer and the items' data. Raise TimeoutError, or another OSError if the process died."""
-        deadline = time.monotonic() + limit_s
+        deadline = self._deadline(limit_s)
         self._send(frame(question), deadline)
         self._send(data, deadline)
         return self._receive(deadline)
 
-    def _receive(self, deadline: float) -> tuple[Answer, list[bytes]]:
+    def _receive(self, deadline: Deadline) -> tuple[Answer, list[bytes]]:
         answer = answers.decode(self._read(frame_length(self._read(LENGTH_BYTES, deadline)), deadline))
         return answer, [bytes(self._read(length, deadline)) for length in answer.lengths]
 
-    def _read(self, num_bytes: int, deadline: float) -> bytearray:
+    def _read(self, num_bytes: int, deadline: Deadline) -> bytearray:
         buffer = bytearray(num_bytes)
         unread = memoryview(buffer)
         while unread:

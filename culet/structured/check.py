@@ -93,7 +93,7 @@ class Check:
                 raise QueueFull(_WHY_LATE, hint="try again later")
             self._process = process
         try:
-            return process.ask(_line(form), limit_s)
+            return process.ask(_line(form), limit_s, max_wait_s=limit_s)  # A client waits for it.
         except OSError:
             if self._is_stopped:
                 raise QueueFull(_WHY_LATE, hint="try again later") from None

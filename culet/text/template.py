@@ -36,7 +36,7 @@ class RenderLimits:
     """Limits on rendering."""
 
     num_processes: int = 1  # that render at the same time
-    time_limit_s: float = 5.0  # for one conversation
+    time_limit_s: float = 5.0  # of processor time, for one conversation
     max_chars: int = 16 << 20  # of rendered text, more than the longest context holds
     max_bytes: int = 2 << 30  # of a process's address space
 

@@ -225,11 +225,11 @@ class _Renderer:
 def _alarm(time_limit_s: float) -> Iterator[None]:
     """End this process well after the time limit, in case the parent is gone and cannot do it.
 
-    The alarm's default action ends the process at any point, even inside C code.
+    The alarm's default action ends the process at any point, even inside C code. It counts processor time, as the limit does.
     """
-    signal.setitimer(signal.ITIMER_REAL, 2 * time_limit_s + 1)
+    signal.setitimer(signal.ITIMER_PROF, 2 * time_limit_s + 1)
     yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _reply(answer: dict[str, Any]) -> None:

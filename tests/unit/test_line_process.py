@@ -46,6 +46,31 @@ def test_writing_to_a_program_that_does_not_read_ends_in_time():
     process.end()
 
 
+def test_a_program_that_gets_no_processor_time_is_waited_for():
+    """On a busy machine a question may take much longer than its work. A program that sleeps looks the same."""
+    process = start(
+        "import time; print('{}', flush=True); input(); time.sleep(1); print('{\"done\": 1}', flush=True)", "sleeps"
+    )
+    assert process.ask("work", 0.5, max_wait_s=60.0) == {"done": 1}
+    process.end()
+
+
+def test_a_program_is_stopped_after_its_processor_time():
+    process = start("print('{}', flush=True)\nwhile True: pass", "loops")
+    with pytest.raises(TimeoutError):
+        process.ask("work", 0.5, max_wait_s=1000.0)
+    used_s = time.clock_gettime(~process.process_id << 3 | 2)
+    assert used_s >= 0.5
+    process.end()
+
+
+def test_the_wait_is_limited_too():
+    process = start(DEAF, "sleeps")
+    with pytest.raises(TimeoutError):
+        process.ask("work", 1000.0, max_wait_s=0.5)
+    process.end()
+
+
 def test_long_lines_arrive_whole():
     process = start(ECHO, "echoes")
     for line in (LONG, "short", LONG.encode(), "two\nlines"):
@@ -98,7 +123,7 @@ def test_a_question_that_kills_its_process_is_asked_only_twice(monkeypatch):
             return ask(process, line, limit_s)
         asked.append(process.process_id)
         process.kill()
-        return process._receive(time.monotonic() + 60)
+        return process._receive(process._deadline(60))
 
     monkeypatch.setattr(LineProcess, "ask", ask_and_die)
     with pytest.raises(BadRequest, match="died, perhaps because it ran out of memory"):
