@@ -13,7 +13,6 @@ from culet.media.parts import read_options, take_media
 from culet.media.prompt import expand_prompt
 from culet.media.reader import MediaReader
 from culet.media.sources import MediaSource
-from culet.text.messages import with_text
 from culet.text.template import Chat, ChatTemplate
 from culet.text.tokenizer import Tokenizer
 from culet.types import MediaSpan
@@ -88,13 +87,10 @@ class PromptReader:
 
         `continued` is the text of the last message if the answer continues it.
         """
-        given = messages if continued is None else with_text(messages, continued)
-        taken = take_media(given, read_options(media_options), open_local)
+        taken = take_media(messages, read_options(media_options), open_local)
         self._media.check(taken.sources)
-        chat = Chat(taken.messages, tools, add_generation_prompt, enable_thinking, options)
+        chat = Chat(taken.messages, tools, add_generation_prompt, enable_thinking, options, continued=continued)
         rendered = self._chat_template.render_chat(chat)
-        if continued is not None:
-            rendered = rendered.up_to(continued)
         token_ids = self._tokenizer.encode_pieces(rendered.text, rendered.cuts)
         taken.check_shown(token_ids, self._media.spec)
         return self._expand(token_ids, taken.sources)

@@ -217,7 +217,8 @@ class Scheduler:
         if is_idle and (self._in_flight or self.features is None or not self.features.is_encoding):
             return None
         count_media(self.features, encoding, planned, self.counters)
-        self._in_flight.append(step := PlannedStep(next(self._step_ids), planned, now, is_timed=not encoding.encodes))
+        step = PlannedStep(next(self._step_ids), planned, now, is_timed=not encoding.encodes)
+        self._in_flight.append(step)
         self.counters.count_step(step.num_tokens)
         rows = [plan.row for plan in planned]
         return StepPlan(step.step_id, tuple(entries), copies, tuple(rows), encoding.drops, encoding.encodes)
@@ -230,8 +231,7 @@ class Scheduler:
         is_full = not self._waiting or len(self._running) == self._max_running
         if not (is_full and self._running) or (is_open and not self.plans_open):
             return None
-        max_changing = self.page_allocator.available // self._max_fresh
-        return drafts_to_continue(self._running, self.budget, max_changing, is_open=is_open)
+        return drafts_to_continue(self._running, self.budget, self.page_allocator.available // self._max_fresh, is_open=is_open)
 
     def _continue(self, seq: Sequence, num_drafts: int) -> PlannedRow:
         """Plan the row of a sequence that continues with this many drafts."""

@@ -177,14 +177,14 @@ class GrammarCheck:
         return verdict
 
     def _judge(self, check: Check, limit_s: float) -> Verdict:
-        form, has_full_time = check.form, limit_s >= _FULL_SHARE * self.time_limit_s
-        is_lenient = isinstance(form, ToolForm) and form.is_lenient
-        verdict = self._ask(check, form, limit_s * (_LENIENT_SHARE if is_lenient else 1))
-        if verdict.is_late and not has_full_time:
+        form = check.form
+        lenient = form if isinstance(form, ToolForm) and form.is_lenient else None
+        verdict = self._ask(check, form, limit_s * (_LENIENT_SHARE if lenient else 1))
+        if verdict.is_late and limit_s < _FULL_SHARE * self.time_limit_s:
             raise QueueFull(_WHY_LATE, hint="try again later")
-        return self._free_some(check, form, limit_s) if verdict.error and is_lenient and isinstance(form, ToolForm) else verdict
+        return self._free_costly(check, lenient, limit_s) if verdict.error and lenient else verdict
 
-    def _free_some(self, check: Check, form: ToolForm, limit_s: float) -> Verdict:
+    def _free_costly(self, check: Check, form: ToolForm, limit_s: float) -> Verdict:
         """Return the verdict on a lenient form that takes too much time or memory. Tools that do so alone are free in it."""
         free: dict[str, str] = {}
         tools = msgspec.json.decode(form.tools, type=list[Raw])

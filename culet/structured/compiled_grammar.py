@@ -95,9 +95,9 @@ def _lark_of(source: str) -> str:
 
 
 def _character(escape: re.Match[str], *, is_lark: bool) -> str:
-    """Decode a `\\u` or `\\U` escape. Leave other escapes as they are.
+    """Replace a `\\u` or `\\U` escape by its character, and leave other escapes alone.
 
-    The GBNF translator supports neither. Lark has `\\u`, but writes some characters as a pair of them.
+    The GBNF translator supports neither. Lark supports `\\u`, but some characters take two of them.
     """
     digits = escape[2] if is_lark else escape[1] or escape[2]
     if digits is None or int(digits, 16) > sys.maxunicode:

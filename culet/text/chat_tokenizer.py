@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from culet.errors import BadRequest
-from culet.text.messages import continued_text, with_text
+from culet.text.messages import continued_text
 from culet.text.template import Chat, ChatTemplate
 from culet.text.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ class ChatTokenizer:
         return sorted(self._tokenizer.special_ids)
 
     def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Encoding:
-        """Return `input_ids` and `attention_mask` of a text, or of each text of a list."""
+        """Tokenize a text, or each text in a list. The result has `input_ids` and `attention_mask`, as in transformers."""
         ids: Any
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens=add_special_tokens)
@@ -99,11 +99,8 @@ class ChatTokenizer:
         continued = None
         if continue_final_message:
             continued = continued_text(conversation, add_generation_prompt=add_generation_prompt)
-            conversation = with_text(conversation, continued)
-        chat = Chat(conversation, tools, add_generation_prompt, enable_thinking, variables or None)
+        chat = Chat(conversation, tools, add_generation_prompt, enable_thinking, variables or None, continued=continued)
         rendered = self._template.render_chat(chat)
-        if continued is not None:
-            rendered = rendered.up_to(continued)
         if not tokenize:
             if return_dict:
                 raise BadRequest("return_dict: only allowed with tokenize")

@@ -118,11 +118,6 @@ def continued_text(messages: Sequence[Mapping[str, Any]], *, add_generation_prom
     return text
 
 
-def with_text(messages: Sequence[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
-    """Return the messages with this text as the content of the last one. Templates trim each part, but not inside a text."""
-    return [*messages[:-1], {**messages[-1], "content": text}]
-
-
 def check_tools(tools: object) -> list[dict[str, Any]] | None:
     """Check tools in OpenAI's format and return them as plain dicts. Return None if there are none."""
     if tools is None:

@@ -77,7 +77,7 @@ class ChatReader:
     `schemas` maps tool names to the JSON schemas of their parameters (see `tool_schemas`), which decide what bare words mean.
     Tokens in `end_ids` also end the turn. With `ignore_end`, no token ends it. A `stop` string in the text ends the turn
     after the first `min_tokens` tokens. With `unmarked_calls`, calls of declared tools count without the tokens around them.
-    With `calls_hold`, calls of tools that are not in `free_tools` are held to their schemas.
+    If `calls_hold`, a grammar holds calls to the schemas of their tools, except for `free_tools`.
     """
 
     def __init__(

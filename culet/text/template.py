@@ -45,7 +45,8 @@ class RenderLimits:
 class Chat:
     """A conversation and how to render it. `options` are extra variables for the template.
 
-    With `parsed`, the arguments of tool calls are mappings. Otherwise they may also be JSON.
+    With `parsed`, the arguments of tool calls are mappings. Otherwise they may also be JSON. `continued` is the text of the
+    last message if the answer continues it. There is no generation prompt then.
     """
 
     messages: object
@@ -54,6 +55,7 @@ class Chat:
     enable_thinking: bool = False
     options: Mapping[str, Any] | None = None
     parsed: bool = True
+    continued: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class RenderedChat:
     def up_to(self, message: str) -> RenderedChat:
         """Return the prompt without the end of its last turn, so that the answer continues `message`, the last one.
 
-        The prompt ends with the message as it is. Templates trim white space at its end, which is put back here.
+        The prompt ends with the message exactly as given. Templates trim white space at its end, and this puts it back.
         """
         text = self.text.rstrip().removesuffix(_TURN_END.rstrip()).rstrip()
         if not message.strip() or not text.endswith(message.strip()):
@@ -149,8 +151,12 @@ class ChatTemplate:
     def render_chat(self, chat: Chat, stopper: Stopper | None = None) -> RenderedChat:
         """Return the prompt of a conversation. `stopper` ends the work from another thread."""
         tools = check_tools(chat.tools)
-        client = {"messages": check_messages(chat.messages, parsed=chat.parsed), "tools": tools}
-        own = {**self._constants, "add_generation_prompt": chat.add_generation_prompt, "enable_thinking": chat.enable_thinking}
+        messages = check_messages(chat.messages, parsed=chat.parsed)
+        if chat.continued is not None:  # Templates trim each part of a message, but nothing inside a text.
+            messages[-1]["content"] = chat.continued
+        opens_turn = chat.add_generation_prompt and chat.continued is None
+        client = {"messages": messages, "tools": tools}
+        own = {**self._constants, "add_generation_prompt": opens_turn, "enable_thinking": chat.enable_thinking}
         for name in chat.options or {}:
             if name in client or name in own:
                 raise BadRequest(f"chat template option {name}: this name is reserved")
@@ -169,10 +175,11 @@ class ChatTemplate:
         if "error" in reply:
             raise BadRequest(f"chat template ({self.origin}): {reply['error']}")
         text = reply["text"]
-        if chat.add_generation_prompt and text.endswith(_TURN_END):  # some templates forget it after the result of a tool
+        if opens_turn and text.endswith(_TURN_END):  # some templates forget it after the result of a tool
             no_thought = self._constants["empty_thought"] and not chat.enable_thinking
             text += _MODEL_TURN + (_EMPTY_THOUGHT if no_thought else "")
-        return RenderedChat(text, reply["cuts"])
+        rendered = RenderedChat(text, reply["cuts"])
+        return rendered if chat.continued is None else rendered.up_to(chat.continued)
 
     def find_problem(self) -> str:
         """Return what is wrong with the template, or an empty string."""

@@ -32,9 +32,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def clear_colour(image: Image.Image) -> Any:
-    """Return the transparent colour of an image that is not loaded yet, in the levels that its pixels will have, or None.
+    """Return the colour that counts as transparent, scaled like the pixels, or None. Call it before the image is loaded.
 
-    Pillow scales the pixels of a PNG to 8 bits, but not the colour. Once the image is loaded, its depth is no longer known.
+    Pillow scales the pixels of a PNG to 8 bits, but not this colour. After loading, the depth of the file is no longer known.
     """
     clear = image.info.get("transparency")
     tiles = getattr(image, "tile", None)

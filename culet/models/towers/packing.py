@@ -108,7 +108,8 @@ def _to_device(parts: Sequence[bytes], device: torch.device) -> Tensor:
     def copy(index: int) -> None:
         target[begins[index] : begins[index + 1]] = np.frombuffer(parts[index], dtype=np.uint8)
 
-    list(_copiers().map(copy, range(len(parts))))
+    for _ in _copiers().map(copy, range(len(parts))):
+        pass  # wait for all of them
     return host.to(device, non_blocking=True)
 
 

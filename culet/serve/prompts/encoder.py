@@ -14,7 +14,6 @@ from culet.line_process import Stopper
 from culet.media.parts import MediaOptions, TakenMedia, count_bytes, take_media
 from culet.media.prompt import ExpandedPrompt, expand_prompt
 from culet.media.reader import MediaReader
-from culet.text.messages import with_text
 from culet.text.template import Chat, ChatTemplate
 from culet.text.text_queue import SHORT_BYTES, TextQueue, request_bytes
 from culet.text.tokenizer import Tokenizer
@@ -57,27 +56,25 @@ class PromptEncoder:
     ) -> ExpandedPrompt:
         """Render a conversation with the chat template and return its token ids and media.
 
-        If `enable_thinking` is None, the server's default applies. Arguments of tool calls may be JSON. `continued` is the text
-        of the last message if the answer continues it. There is no generation prompt then.
+        If `enable_thinking` is None, the server's default applies. Arguments of tool calls may be JSON. `continued` is that of
+        `Chat`.
         """
         thinking = self._enable_thinking if enable_thinking is None else enable_thinking
         limit = self._max_len()
 
         def take(stopper: Stopper) -> TakenMedia:
-            given: Any = _plain(messages)
-            taken = take_media(given if continued is None else with_text(given, continued), media)
+            taken = take_media(_plain(messages), media)
             self._media.check(taken.sources)
             return taken
 
         def encode(taken: TakenMedia, stopper: Stopper) -> list[int]:
             self._check_size((taken.messages, tools), limit)
-            opens_turn = add_generation_prompt and continued is None
-            chat = Chat(taken.messages, _plain(tools), opens_turn, thinking, options, parsed=False)
+            chat = Chat(
+                taken.messages, _plain(tools), add_generation_prompt, thinking, options, parsed=False, continued=continued
+            )
             rendered = self._template.render_chat(chat, stopper)
             if stopper.is_stopped:  # the client has left
                 return []
-            if continued is not None:
-                rendered = rendered.up_to(continued)
             self._check_length(rendered.text, limit)
             token_ids = self._tokenizer.encode_pieces(rendered.text, rendered.cuts)
             taken.check_shown(token_ids, self._media.spec)

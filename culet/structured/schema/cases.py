@@ -1,9 +1,9 @@
-"""Reduce JSON schemas to cases: alternatives whose keywords all hold, without references, `allOf`, `anyOf` and `oneOf`.
+"""Reduce JSON schemas to cases, which have no references, `allOf`, `anyOf` or `oneOf`.
 
-A value fits a schema if it fits one of its cases. Keywords beside each other hold together, so a sibling of `anyOf` is part of
-each of its cases, and members of an `enum` that do not fit the other keywords are left out. Keywords that are not understood
-(`not`, `if`, `contains`, `uniqueItems`, `dependentRequired` and others) are ignored, and `oneOf` counts as `anyOf`. Schemas of
-properties and items stay schemas. They are reduced when a grammar needs them.
+A value fits a schema if it fits one of its cases, and a case if it fits all of its keywords. Keywords beside each other hold
+together, so a sibling of `anyOf` is part of each of its cases, and members of an `enum` that do not fit the other keywords are
+left out. Keywords that are not understood (`not`, `if`, `contains`, `uniqueItems`, `dependentRequired` and others) are ignored,
+and `oneOf` counts as `anyOf`. Schemas of properties and items stay schemas. They are reduced when a grammar needs them.
 
 Schemas come from clients and are not trusted. Anything malformed is ignored, and the work is counted.
 """
@@ -18,11 +18,11 @@ from functools import cached_property
 from typing import Any
 
 from culet.errors import BadRequest
-from culet.structured.schema.numbers import Bound, exact, least_common_multiple
+from culet.structured.schema.numbers import Bound, exact, least_common_multiple, tightest_high, tightest_low
 from culet.structured.schema.patterns import FORMATS, expression, search_expression
 
 MAX_COUNT = 4096  # Larger bounds on lengths and counts are not enforced.
-_MAX_DEPTH = 64
+MAX_DEPTH = 64  # of schemas inside each other. Below that, any value is allowed.
 _MAX_CASES = 1000  # of one schema. The parser's row holds 2,000 items.
 _MAX_WORK = 200_000  # cases that are joined and values that are checked, of all tools together
 NUMBERS = frozenset({"integer", "fraction"})  # A schema's `number` is either.
@@ -124,11 +124,14 @@ class Reducer:
         return self._reduce(schemas)[0]
 
     def _reduce(self, schemas: Sequence[Schema]) -> tuple[list[Case], bool]:
-        """Return the cases, and whether they do not depend on schemas that are being reduced."""
+        """Return the cases, and whether they are whole.
+
+        They are not if a schema refers to one that is being reduced. Then they hold only there and must not be kept.
+        """
         key = key_of(schemas)
         if key in self._known:
             return self._known[key], True
-        if self._depth >= _MAX_DEPTH:
+        if self._depth >= MAX_DEPTH:
             return [Case()], True
         case, choices, parts = Case(), [], set[int]()
         waiting = list(schemas)
@@ -254,8 +257,8 @@ def join(one: Case, other: Case) -> Case | None:
         min_length=max(one.min_length, other.min_length),
         max_length=_least(one.max_length, other.max_length),
         patterns=one.patterns | other.patterns,
-        low=max(filter(None, (one.low, other.low)), default=None),
-        high=min(filter(None, (one.high, other.high)), key=lambda bound: (bound.value, not bound.is_open), default=None),
+        low=tightest_low(one.low, other.low),
+        high=tightest_high(one.high, other.high),
         multiple=least_common_multiple(*both) if len(both) == 2 else next(iter(both), None),
         arrays=_without_repeats((*one.arrays, *other.arrays)),
         min_items=max(one.min_items, other.min_items),

@@ -21,6 +21,17 @@ class Bound(NamedTuple):
     is_open: bool = False
 
 
+def tightest_low(*bounds: Bound | None) -> Bound | None:
+    """Return the greatest of several lower bounds, or None if there are none."""
+    return max((bound for bound in bounds if bound is not None), default=None)
+
+
+def tightest_high(*bounds: Bound | None) -> Bound | None:
+    """Return the least of several upper bounds, or None if there are none."""
+    known = (bound for bound in bounds if bound is not None)
+    return min(known, key=lambda bound: (bound.value, not bound.is_open), default=None)
+
+
 def exact(number: object) -> Fraction | None:
     """Return a number of a schema as it is written there (0.1 is a tenth), or None if it is not a finite number."""
     if isinstance(number, bool) or not isinstance(number, int | float):
@@ -32,6 +43,11 @@ def least_common_multiple(left: Fraction, right: Fraction) -> Fraction:
     """Return the least number that both numbers divide."""
     scale = math.lcm(left.denominator, right.denominator)
     return Fraction(math.lcm(int(left * scale), int(right * scale)), scale)
+
+
+def divided(bound: Bound | None, divisor: Fraction) -> Bound | None:
+    """Return a bound on the quotients of numbers and a positive divisor."""
+    return None if bound is None else Bound(bound.value / divisor, bound.is_open)
 
 
 def whole_bounds(low: Bound | None, high: Bound | None) -> tuple[int | None, int | None]:

@@ -17,6 +17,7 @@ from typing import Any
 from culet.errors import BadRequest
 from culet.structured.schema.cases import (
     MAX_COUNT,
+    MAX_DEPTH,
     NUMBERS,
     TYPES,
     Budget,
@@ -30,14 +31,20 @@ from culet.structured.schema.cases import (
     prefix_of,
     rest_of,
 )
-from culet.structured.schema.numbers import Bound, decimal_text, range_body, whole_bounds
+from culet.structured.schema.numbers import (
+    Bound,
+    decimal_text,
+    divided,
+    range_body,
+    tightest_high,
+    tightest_low,
+    whole_bounds,
+)
 from culet.structured.schema.patterns import expression, search_expression
 from culet.types import MAX_GRAMMAR_CHARS
 
-_MAX_DEPTH = 64
-_MAX_KEYS = (
-    1000  # of one object. Each is a rule inside the rule of the key before it, and llguidance follows rules recursively.
-)
+# The keys of one object. Each key is a rule inside the rule of the key before it, and llguidance follows rules recursively.
+_MAX_KEYS = 1000
 _MAX_OPTIONAL = 400  # Each optional key is 4 items of the parser's row, which holds 2,000.
 _MAX_COUNTED = 1000  # Numbers of properties are enforced if keys times bound are at most this.
 _MAX_MULTIPLE = 10**18 - 1  # the greatest number of which multiples are written
@@ -106,7 +113,7 @@ class Rules:
         key = key_of(schemas)
         if key in self._written:
             return self._written[key]
-        if not key or self._depth >= _MAX_DEPTH:
+        if not key or self._depth >= MAX_DEPTH:
             return "any"
         if key in self._open:  # its body refers to it
             name = self._open[key] = self._open[key] or self._new("NEVER")
@@ -193,16 +200,12 @@ class Rules:
         return None if body is None else self._terminal(body)
 
     def _multiple(self, case: Case, multiple: Fraction, *, whole: bool) -> str | None:
-        """Return a rule for multiples of a number, which llguidance knows only as a JSON schema."""
-        low = max(filter(None, (case.low, Bound(Fraction(-_MAX_MULTIPLE)))))
-        high = min(
-            filter(None, (case.high, Bound(Fraction(_MAX_MULTIPLE)))), key=lambda bound: (bound.value, not bound.is_open)
-        )
+        """Return a rule for the multiples of a number. llguidance supports them only inside a JSON schema."""
+        low = tightest_low(case.low, Bound(Fraction(-_MAX_MULTIPLE)))
+        high = tightest_high(case.high, Bound(Fraction(_MAX_MULTIPLE)))
         if whole:
             multiple = Fraction(multiple.numerator)  # the integers among the multiples
-        least, most = whole_bounds(
-            Bound(low.value / multiple, low.is_open), Bound(high.value / multiple, high.is_open)
-        )  # in multiples
+        least, most = whole_bounds(divided(low, multiple), divided(high, multiple))
         if least is None or most is None or least > most:
             return None
         bounds = f'"minimum":{decimal_text(least * multiple)},"maximum":{decimal_text(most * multiple)}'

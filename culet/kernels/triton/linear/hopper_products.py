@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from culet.kernels.triton.barriers import make_ring
 from culet.kernels.triton.device import can_bulk_copy, device_facts
 from culet.kernels.triton.launch import Launch, cdiv, is_only_warming
 
@@ -37,7 +38,7 @@ OUTPUTS = 128  # of a tile
 DEPTH = 64  # inputs of a step
 STAGES = 4
 BAND = 16  # tiles of tokens that are computed together, so that their programs share weights in the cache
-MIN_USED = 0.83  # of the tiles' area that a round of all programs computes. Below this, cuBLAS's other tiles are faster.
+MIN_USED = 0.83  # the least `used_area`. Below it, cuBLAS is faster, because it chooses among tiles of several sizes.
 _LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 
 
@@ -118,19 +119,13 @@ def _gated_product_kernel(
     M: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BAND: gl.constexpr,
 ):  # fmt: skip
     """Compute every tile whose number is this program's, modulo the number of programs."""
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = X.dtype
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES, 2 * M, BK], LAYOUT)
     gate_tiles = gl.allocate_shared_memory(dtype, [STAGES, BN, BK], LAYOUT)
     up_tiles = gl.allocate_shared_memory(dtype, [STAGES, BN, BK], LAYOUT)
     y_tiles = gl.allocate_shared_memory(dtype, [2, M, BN], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    fence_async_shared()
+    full, empty = make_ring(STAGES, 2)
     gl.warp_specialize(
         [
             (_compute, (
@@ -178,7 +173,7 @@ def describe_gated_product(x_MK: Tensor, gate_up_NK: Tensor, out_MF: Tensor) -> 
 
 
 def used_area(num_tokens: int, num_outputs: int, num_programs: int) -> float:
-    """Return which part of the area that `num_programs` compute in whole rounds holds outputs. The rest is padding, or idle."""
+    """Return the share of the programs' work that gives outputs. The rest is padding, or programs without a tile."""
     num_tiles = cdiv(num_tokens, 2 * ROWS) * cdiv(num_outputs, OUTPUTS)
     return num_tokens * num_outputs / (cdiv(num_tiles, num_programs) * num_programs * 2 * ROWS * OUTPUTS)
 

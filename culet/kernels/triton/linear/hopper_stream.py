@@ -25,7 +25,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -33,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from culet.kernels.triton.barriers import make_ring
 from culet.kernels.triton.dependent_launch import options
 from culet.kernels.triton.launch import Launch, cdiv
 from culet.kernels.triton.linear.epilogue import store_sums
@@ -186,12 +186,7 @@ def _stream_kernel(
         up_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_N, BLOCK_K], W.layout)
     if BLOCK_REST > 0:
         rest_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_REST, BLOCK_K], X.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
-    fence_async_shared()
+    full, empty = make_ring(STAGES, 1)
     gl.warp_specialize(
         [
             (_multiply, (

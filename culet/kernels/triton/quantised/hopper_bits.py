@@ -25,9 +25,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.runtime.jit import constexpr_function
 
+from culet.kernels.triton.barriers import make_ring
 from culet.kernels.triton.launch import Launch
 from culet.kernels.triton.linear.tiles import GATED, PLAIN, Tile
 from culet.kernels.triton.quantised.hopper_stream import describe_stream, fetch, store_outputs
@@ -84,7 +85,7 @@ def _groups(tensor, ROWS: gl.constexpr, SIZE: gl.constexpr):
 
 @gluon.jit
 def _left(words, SUMS: gl.constexpr, ROWS: gl.constexpr):
-    """Return words [WARPS, ROWS, 4], one group of each warp, as the left operand of the tensor cores."""
+    """Turn packed words [WARPS, ROWS, 4] into the left operand of the tensor cores. Each warp has one group of weights."""
     tile = gl.reshape(eight_in_pairs(int4_subnormals(words)), [WARPS, ROWS, 32])
     return gl.convert_layout(tile, gl.DotOperandLayout(0, SUMS, 8))
 
@@ -192,12 +193,7 @@ def _quantised_bits_kernel(
     w_smem = gl.allocate_shared_memory(gl.int32, [PLACES, BLOCK_N, BLOCK_K // 8], W.layout)
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], X.layout)
     scale_smem = gl.allocate_shared_memory(S.dtype, [PLACES, BLOCK_N, BLOCK_K // GROUP], S.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
-    fence_async_shared()
+    full, empty = make_ring(STAGES, 1)
     gl.warp_specialize(
         [
             (_multiply, (

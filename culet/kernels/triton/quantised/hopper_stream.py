@@ -18,11 +18,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import constexpr_function
 
 from culet.hardware import HOPPER, SHARED_BYTES
+from culet.kernels.triton.barriers import make_ring
 from culet.kernels.triton.dependent_launch import options
 from culet.kernels.triton.launch import Launch, cdiv
 from culet.kernels.triton.linear.epilogue import store_sums
@@ -241,12 +242,7 @@ def _quantised_stream_kernel(
     scale_smem = w_smem
     if GROUP > 0:
         scale_smem = gl.allocate_shared_memory(S.dtype, [PLACES, BLOCK_N, BLOCK_K // GROUP], S.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
-    fence_async_shared()
+    full, empty = make_ring(STAGES, 1)
     gl.warp_specialize(
         [
             (_multiply, (

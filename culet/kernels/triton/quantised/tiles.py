@@ -59,7 +59,7 @@ def choose_hopper(product: Product, matrix: PackedMatrix) -> Tile | None:
 
 
 def choose_bits(product: Product, matrix: PackedMatrix) -> Tile | None:
-    """Return the tile of `hopper_bits`, or None if that does not support the matrix or is slower."""
+    """Return the tile for `hopper_bits`, or None if that kernel cannot multiply this matrix or would be slower."""
     if product.num_tokens > MAX_BITS_TOKENS or matrix.num_columns % 256 or not has_stream_groups(matrix):
         return None
     few, steps = product.num_tokens <= 4, matrix.num_columns // 256

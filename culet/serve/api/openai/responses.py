@@ -113,7 +113,7 @@ async def responses(service: Service, request: Request) -> Response:
 
 
 def _items_of(output: Output, is_cut: bool) -> _Items:
-    """Return the items of a whole answer. If it `is_cut`, the last one is incomplete, unless it is a complete call."""
+    """Return the items of a whole answer. If the answer `is_cut`, its last item is incomplete. A finished call never is."""
     items = _Items()
     if output.reasoning:
         items.begin("reasoning").text = output.reasoning
