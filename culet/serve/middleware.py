@@ -235,6 +235,7 @@ class _Exchange:
     async def _reply_error(self, error: Exception) -> None:
         if not isinstance(error, CuletError):
             logger.exception("request %s failed", self._id)
+        error.__traceback__ = None  # its frames hold the body, and the connection of a refused body holds the error
         if self._status:  # The response has started, so it can only be cut off.
             return
         reply = reply_to(error, retry_after_s=self._middleware.retry_after_s())
