@@ -201,12 +201,11 @@ class _Exchange:
         """Receive the next part of the body, within the limits on size and time."""
         if self._has_body:
             return await self._receive()
-        try:
-            async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
-                message = await self._receive()
-        except TimeoutError:
-            raise HttpError(408, "the request body did not arrive in time", code="request_timeout") from None
         body: IncomingBody | None = self._scope.get(BODY)
+        if body is not None and body.is_complete:
+            message = await self._receive()
+        else:
+            message = await self._receive_in_time()
         if body is not None and body.error is not None:
             raise body.error
         if message["type"] == "http.disconnect":
@@ -216,6 +215,13 @@ class _Exchange:
         if self._num_bytes > self._middleware.max_body:
             raise self._middleware.too_large()
         return message
+
+    async def _receive_in_time(self) -> Message:
+        try:
+            async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
+                return await self._receive()
+        except TimeoutError:
+            raise HttpError(408, "the request body did not arrive in time", code="request_timeout") from None
 
     async def _send_tagged(self, message: Message) -> None:
         if message["type"] == "http.response.start":
