@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,7 @@ MODULES = (
     "culet.serve.metrics",
     "culet.serve.web_page",
 )
+_Handle = Callable[[Request], Coroutine[Any, Any, Response]]
 _REFERENCE = "#/components/schemas/{name}"
 _ERROR = {
     "description": "An error in the format of the API. Most have OpenAI's: "
@@ -65,15 +66,16 @@ def create_app(service: Service) -> ASGIApp:
         public += _optional(name, "PUBLIC_PATHS")
     metrics.attach(service)
     tracing.attach(service)
+    fixed: dict[tuple[str, str], _Handle] = {}
     for endpoint in endpoints:
-        _add(app, service, endpoint)
+        _add(app, fixed, service, endpoint)
     _document(app, endpoints)
     paths = ", ".join(sorted({endpoint.path for endpoint in endpoints}))
     for kind in (CuletError, HTTPException, ClientGone, Exception):
         app.add_exception_handler(kind, partial(_defer_error, paths))
     origins = [origin.strip() for origin in service.settings.allowed_origins.split(",") if origin.strip()]
     forms = [endpoint.path for endpoint in endpoints if endpoint.body_type == FORM]
-    wrapped: ASGIApp = Middleware(app, service, public, form_paths=forms, origins=origins)
+    wrapped: ASGIApp = Middleware(_FixedPaths(app, fixed), service, public, form_paths=forms, origins=origins)
     if origins:
         wrapped = CORSMiddleware(wrapped, allow_origins=origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
     return wrapped
@@ -87,15 +89,36 @@ def _optional(module: str, name: str) -> tuple[str, ...]:
     return paths
 
 
+class _FixedPaths:
+    """Calls the endpoint of a path without names at once, because FastAPI's layers would cost every request time.
+
+    The middleware answers the errors of endpoints. All other requests go through FastAPI, also those for unknown paths.
+    """
+
+    def __init__(self, app: FastAPI, endpoints: Mapping[tuple[str, str], _Handle]) -> None:
+        """`endpoints` are given by method and path."""
+        self._app, self._endpoints = app, endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handle = self._endpoints.get((scope.get("method", ""), scope.get("path", "")))
+        if handle is None:
+            await self._app(scope, receive, send)
+        else:
+            response = await handle(Request(scope, receive, send))
+            await response(scope, receive, send)
+
+
 class _PlainRoute(APIRoute):
     """A route whose function takes a request and returns a response. FastAPI's parameters would cost every request time."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+    def get_route_handler(self) -> _Handle:
+        handle: _Handle = self.endpoint
         return handle
 
 
-def _add(app: FastAPI, service: Service, endpoint: Endpoint) -> None:
+def _add(app: FastAPI, fixed: dict[tuple[str, str], _Handle], service: Service, endpoint: Endpoint) -> None:
+    """Add an endpoint to the application, and to the `fixed` paths if its path has no names."""
+
     async def handle(request: Request) -> Response:
         if endpoint.body is None:
             return await endpoint.handle(service, request)
@@ -105,6 +128,8 @@ def _add(app: FastAPI, service: Service, endpoint: Endpoint) -> None:
 
     # A GET also answers HEAD, which the HTTP server sends without the body. The document does not repeat it.
     for method in ("GET", "HEAD") if endpoint.method == "GET" else (endpoint.method,):
+        if "{" not in endpoint.path:
+            fixed[method, endpoint.path] = handle
         app.router.add_api_route(
             endpoint.path,
             handle,

@@ -5,13 +5,13 @@ The engine's counts come from its latest report, which is read at each scrape. M
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
-    Histogram,
     ProcessCollector,
     Summary,
     disable_created_metrics,
@@ -94,8 +94,10 @@ class Metrics:
         self.registry.register(_ServerReport(service, self._model))
         ProcessCollector(registry=self.registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"vllm:{name}", text, _LABEL, buckets=buckets, registry=self.registry).labels(self._model)
+        def histogram(name: str, text: str, bounds: Sequence[float], prefix: str = "vllm") -> _Histogram:
+            added = _Histogram(f"{prefix}:{name}", text, bounds, self._model)
+            self.registry.register(added)
+            return added
 
         self._first = histogram("time_to_first_token_seconds", "Time from a request to its first token.", _SHORT)
         self._queue = histogram("request_queue_time_seconds", "Time that a request spent in the queue.", _SHORT)
@@ -136,14 +138,13 @@ class Metrics:
             _KEY_LABELS,
             registry=self.registry,
         )
-        lag = Histogram(
-            "culet:loop_lag_seconds",
+        lag = histogram(
+            "loop_lag_seconds",
             "How late a timer of the web process's event loop fired, measured ten times a second.",
-            _LABEL,
-            buckets=_LAG,
-            registry=self.registry,
+            _LAG,
+            prefix="culet",
         )
-        service.lag_observers.append(lag.labels(self._model).observe)
+        service.lag_observers.append(lag.observe)
         for reason in ("stop", "length", "abort"):
             self._ended.labels(self._model, reason)
         service.observers.append(self.observe)
@@ -182,22 +183,47 @@ class Metrics:
             self._per_token.observe((finished.total_s - finished.first_token_s) / num_later)
 
 
+def _histogram(
+    name: str, text: str, labels: Mapping[str, str], bounds: Sequence[float], counts: Sequence[int], total: float
+) -> Metric:
+    """Return a histogram. `counts` has one more entry than `bounds`, for the values above all of them."""
+    buckets = list(zip([*(str(float(bound)) for bound in bounds), "+Inf"], accumulate(counts), strict=True))
+    family = HistogramMetricFamily(name, text, labels=tuple(labels))
+    family.add_metric(list(labels.values()), buckets, total)
+    return family
+
+
+class _Histogram(Collector):
+    """A histogram of one model. The library's own takes locks and compares each value with one bound after the other."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], model: str) -> None:
+        self._name, self._text, self._labels = name, text, {"model_name": model}
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def collect(self) -> Iterator[Metric]:
+        yield _histogram(self._name, self._text, self._labels, self._bounds, self._counts, self._total)
+
+
 class _GapReport(Collector):
-    """Histograms of the time between tokens. They are counted here, because a lock per token takes too long."""
+    """Histograms of the time between tokens. Each request has counted its own."""
 
     def __init__(self, gaps: TokenGaps, model: str) -> None:
         self._gaps, self._model = gaps, model
 
     def collect(self) -> Iterator[Metric]:
-        bounds = [*map(str, GAP_BOUNDS), "+Inf"]
-        buckets = list(zip(bounds, accumulate(self._gaps.counts), strict=True))
         for name, text in (
             ("inter_token_latency_seconds", "Time between consecutive steps that add tokens to a sample."),
             ("time_per_output_token_seconds", "The same as inter_token_latency_seconds, under its older name."),
         ):
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=_LABEL)
-            family.add_metric([self._model], buckets, self._gaps.total_s)
-            yield family
+            labels = {"model_name": self._model}
+            yield _histogram(f"vllm:{name}", text, labels, GAP_BOUNDS, self._gaps.counts, self._gaps.total_s)
 
 
 class _Families:
@@ -402,11 +428,9 @@ class _EngineReport(_Families):
 
     def _step_sizes(self, counts: Counters) -> Metric:
         """Return the histogram of new tokens per step, under vLLM's name."""
-        bounds = [*(str(float(bound)) for bound in STEP_TOKENS), "+Inf"]
-        buckets = list(zip(bounds, accumulate(counts.steps_at), strict=True))
-        family = HistogramMetricFamily("vllm:iteration_tokens_total", "New tokens of an engine step.", labels=self._names)
-        family.add_metric(self._values, buckets, counts.step_tokens)
-        return family
+        labels = dict(zip(self._names, self._values, strict=True))
+        name, text = "vllm:iteration_tokens_total", "New tokens of an engine step."
+        return _histogram(name, text, labels, STEP_TOKENS, counts.steps_at, counts.step_tokens)
 
 
 async def metrics(service: Service, request: Request) -> Response:

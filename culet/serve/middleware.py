@@ -201,12 +201,11 @@ class _Exchange:
         """Receive the next part of the body, within the limits on size and time."""
         if self._has_body:
             return await self._receive()
-        try:
-            async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
-                message = await self._receive()
-        except TimeoutError:
-            raise HttpError(408, "the request body did not arrive in time", code="request_timeout") from None
         body: IncomingBody | None = self._scope.get(BODY)
+        if body is not None and body.is_complete:
+            message = await self._receive()
+        else:
+            message = await self._receive_in_time()
         if body is not None and body.error is not None:
             raise body.error
         if message["type"] == "http.disconnect":
@@ -216,6 +215,13 @@ class _Exchange:
         if self._num_bytes > self._middleware.max_body:
             raise self._middleware.too_large()
         return message
+
+    async def _receive_in_time(self) -> Message:
+        try:
+            async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
+                return await self._receive()
+        except TimeoutError:
+            raise HttpError(408, "the request body did not arrive in time", code="request_timeout") from None
 
     async def _send_tagged(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -235,6 +241,7 @@ class _Exchange:
     async def _reply_error(self, error: Exception) -> None:
         if not isinstance(error, CuletError):
             logger.exception("request %s failed", self._id)
+        error.__traceback__ = None  # its frames hold the body, and the connection of a refused body holds the error
         if self._status:  # The response has started, so it can only be cut off.
             return
         reply = reply_to(error, retry_after_s=self._middleware.retry_after_s())

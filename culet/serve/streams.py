@@ -24,13 +24,14 @@ from culet.serve.service import Service
 from culet.text.output import OutputDelta
 
 SEND = "culet.send"  # scope key of the middleware's own `send`, which bypasses the layers in between
+HOLD_HEAD = "culet.hold_head"  # scope key of a function that makes the head wait for the first bytes of the body
 ABORT = "culet.abort"  # scope key of a function that aborts the connection and drops unsent bytes
 HALF_CLOSED = "culet.half_closed"  # scope key that is set when the client will send nothing more, and perhaps has left
 DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
 _KEEP_ALIVE_S = 15.0  # Send a comment after this time without events. It starts the response if there was no event yet.
 _WATCH_PERIOD_S = 5.0
-_PATIENCE_S = 0.02  # most requests are prepared sooner
+_PATIENCE_S = 0.02  # before the connection is watched: most requests are prepared sooner
 _FIRST_LOOKS = 3  # Several turns of the event loop notice a connection that was closed right after the request.
 _FIRST_LOOK_S = 0.005
 _PROBED_S = 0.3  # After a half-close, the connection needs this time to find out whether the client still reads.
@@ -71,7 +72,6 @@ class EventStream(Response):
         self._is_gone = self._has_started = False
         self._sent_at = time.monotonic()
         self._is_sending = False
-        self._abort: Callable[[], None] = lambda: None
         self._scope: Scope = {}
         self.background = None
         self.status_code = 200
@@ -84,12 +84,19 @@ class EventStream(Response):
             release_body(scope)
             stream_task = asyncio.current_task()
             assert stream_task is not None
-            self._abort = scope.get(ABORT, self._abort)
-            watcher = asyncio.create_task(self._watch(generations, receive, send, stream_task))
+            watcher: asyncio.Task[None] | None = None
+
+            def watch() -> None:
+                nonlocal watcher
+                watcher = asyncio.create_task(self._watch(generations, receive, send, stream_task))
+
+            timer = asyncio.get_running_loop().call_later(_PATIENCE_S, watch)  # two tasks would delay the first token
             try:
                 await self._run(generations, send)
             finally:
-                watcher.cancel()
+                timer.cancel()
+                if watcher is not None:
+                    watcher.cancel()
 
     async def _run(self, generations: Sequence[Generation], send: Send) -> None:
         try:
@@ -99,14 +106,13 @@ class EventStream(Response):
             else:
                 async for index, deltas in _interleave(generations):
                     await self._send_written(send, self._write(index, generations[index], deltas))
-            await self._send(send, self._end(generations))
+            last = self._end(generations)
         except CuletError as error:
             if not self._has_started:
                 raise
             logger.warning("a stream ended with an error: %s", error.message)
-            await self._send(send, self._write_error(error))
-        if not self._is_gone:
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last = self._write_error(error)
+        await self._send(send, last, is_last=True)
 
     async def _send_written(self, send: Send, written: bytes | AsyncIterator[bytes]) -> None:
         if isinstance(written, bytes):
@@ -117,15 +123,18 @@ class EventStream(Response):
                 return
             await self._send(send, data)
 
-    async def _send(self, send: Send, data: bytes) -> None:
-        if not data or self._is_gone:
+    async def _send(self, send: Send, data: bytes, *, is_last: bool = False) -> None:
+        """Send events. The head goes with the first and the end of the response with the last, since each write costs time."""
+        if self._is_gone or not (data or is_last):
             return
+        self._sent_at, self._is_sending = time.monotonic(), True
         if not self._has_started:
             self._has_started = True
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", self.kind), *_HEADERS]})
             data = self._begin + data
-        self._sent_at, self._is_sending = time.monotonic(), True
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+            if data:
+                self._scope.get(HOLD_HEAD, _do_nothing)()
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", self.kind), *_HEADERS]})
+        await send({"type": "http.response.body", "body": data, "more_body": not is_last})
         self._is_sending = False
 
     async def _watch(
@@ -141,7 +150,7 @@ class EventStream(Response):
                 quiet_s = time.monotonic() - self._sent_at
                 if self._is_sending and quiet_s > self._service.limits.write_s:
                     logger.warning("dropping the stream of a client that has read nothing for %d s", quiet_s)
-                    self._abort()
+                    self._scope.get(ABORT, _do_nothing)()
                     stream_task.cancel()
                     break
                 is_doubtful = self._has_started and HALF_CLOSED in self._scope
@@ -152,6 +161,10 @@ class EventStream(Response):
         self._is_gone = True
         for generation in generations:
             generation.cancel()
+
+
+def _do_nothing() -> None:
+    """For a server that has no function under a scope key."""
 
 
 def _openai_error_event(error: CuletError) -> bytes:

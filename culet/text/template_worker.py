@@ -26,7 +26,9 @@ from jinja2 import nodes
 from jinja2.exceptions import FilterArgumentError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 _FIRST_MARK = 0xDC00  # marks are halves of surrogate pairs, which valid text never contains
 _NOT_ASCII = re.compile("[^\x00-\x7f\udc00-\udfff]")
@@ -133,11 +135,19 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
     return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)  # escapes all but marks
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which judges the variables of namespaces and loops sooner, as chat templates read them all the time."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Return whether a template may read an attribute. For these types, Jinja's own checks come to the same."""
+        if type(obj) in (Namespace, LoopContext):
+            return not attr.startswith("_")
+        return super().is_safe_attribute(obj, attr, value)
+
+
 def make_environment() -> ImmutableSandboxedEnvironment:
     """Create an environment with the whitespace rules, functions and filters that chat templates expect."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -6,6 +6,7 @@ declares it again, with its own type.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -203,13 +204,13 @@ def refuse_unsupported(fields: Struct, prefix: str = "", *, thinks: bool = False
 
     `thinks` says whether the model thinks if the request does not say so.
     """
-    refused = _refused_names(type(fields))
-    for name in fields.__struct_fields__:
+    refused, others = _field_names(type(fields))
+    for name in [name for name in refused if getattr(fields, name) is not UNSET]:  # none, for almost every request
+        if not _is_neutral(name, memoryview(getattr(fields, name)), thinks):
+            raise UnsupportedError(f"{prefix}{name}: not supported", hint=_hint_for(name, fields))
+    for name in others:
         value = getattr(fields, name)
-        if name in refused:
-            if value is not UNSET and not _is_neutral(name, memoryview(value), thinks):
-                raise UnsupportedError(f"{prefix}{name}: not supported", hint=_hint_for(name, fields))
-        elif isinstance(value, Struct):
+        if value and isinstance(value, Struct):
             refuse_unsupported(value, f"{prefix}{name}.", thinks=thinks)
 
 
@@ -222,7 +223,7 @@ def _is_neutral(name: str, value: memoryview, thinks: bool) -> bool:
 
 def _hint_for(name: str, fields: Struct) -> str:
     """Return what to do about a refused field: use the field that does the same, if these `fields` have it."""
-    usable = set(fields.__struct_fields__) - _refused_names(type(fields))
+    usable = _field_names(type(fields))[1]
     for other in _INSTEAD.get(name, ()):
         if other.partition(".")[0] in usable:
             return f"use {other}"
@@ -230,5 +231,7 @@ def _hint_for(name: str, fields: Struct) -> str:
 
 
 @cache
-def _refused_names(cls: type[Struct]) -> frozenset[str]:
-    return frozenset(field.name for field in msgspec.structs.fields(cls) if field.type == Refused)
+def _field_names(cls: type[Struct]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the names of the fields of type `Refused`, and those of all others."""
+    refused = [field.name for field in msgspec.structs.fields(cls) if field.type == Refused]
+    return refused, [name for name in cls.__struct_fields__ if name not in refused]

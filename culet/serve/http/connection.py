@@ -18,8 +18,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from culet.limits import Limits
 from culet.serve.http.intake import BODY, IncomingBody, Intake
 from culet.serve.http_errors import HttpError, error_body, reply_to
-from culet.serve.streams import ABORT, HALF_CLOSED
+from culet.serve.streams import ABORT, HALF_CLOSED, HOLD_HEAD
 
+_Bytes = bytes | bytearray | memoryview
 _SLICE_BYTES = 16 << 10  # what the parser gets at once
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_HEADERS = 256
@@ -52,7 +53,23 @@ class _ReplyTransport(asyncio.Transport):
     def __init__(self, protocol: BoundedProtocol) -> None:
         super().__init__()
         self._protocol = protocol
-        self.write = protocol.transport.write  # type: ignore[method-assign]  # no call in between, for every token
+        self._head: _Bytes = b""
+        self._write_now()
+
+    def hold_head(self) -> None:
+        """Keep the next write, a head, and put it before the one after it. The client then gets both at once."""
+        self.write = self._keep  # type: ignore[method-assign]
+
+    def _keep(self, data: _Bytes) -> None:
+        self._head = data
+        self.write = self._write_with_head  # type: ignore[method-assign]
+
+    def _write_with_head(self, data: _Bytes) -> None:
+        self._write_now()
+        self._protocol.transport.write(b"".join((self._head, data)))
+
+    def _write_now(self) -> None:
+        self.write = self._protocol.transport.write  # type: ignore[method-assign]  # no call in between, for every token
 
     def is_closing(self) -> bool:
         return self._protocol.is_lingering or self._protocol.transport.is_closing()
@@ -214,6 +231,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_body_bytes = self._num_chunks = 0
         scope = cast(dict[str, Any], self.scope)
         scope[ABORT] = self.transport.abort
+        scope[HOLD_HEAD] = self._reply_transport.hold_head
         if has_body:
             if self._body is not None and not self._is_answering:
                 self._body.release()

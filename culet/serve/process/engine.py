@@ -176,7 +176,7 @@ class EngineLoop:
             self._items.append(command.item)
         elif isinstance(command, Submit):
             items, self._items = tuple(self._items), []
-            self._submit(replace(command.request, items=items))
+            self._submit(replace(command.request, items=items) if items else command.request)
         elif isinstance(command, Cancel):
             self._engine.cancel(command.request_id, command.sample, command.reason)
 

@@ -1,13 +1,15 @@
-"""When bodies outgrow their budget, the one that has held most for longest is refused."""
+"""When bodies outgrow their budget, the one that has held most for longest is refused. How connections read and write."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 
 from culet.errors import ConfigError
 from culet.limits import Limits, read_limits
 from culet.serve.http import intake
-from culet.serve.http.connection import _PacedFlow
+from culet.serve.http.connection import _PacedFlow, _ReplyTransport
 from culet.serve.http.intake import IncomingBody, Intake
 
 KILOBYTE = 1 << 10
@@ -114,3 +116,17 @@ def test_a_rest_outlasts_a_reader_that_wants_more() -> None:
     assert not transport.is_reading, "nobody reads the body"
     flow.resume_reading()
     assert transport.is_reading
+
+
+def test_a_held_head_is_written_with_the_bytes_after_it() -> None:
+    written: list[bytes] = []
+    transport = _ReplyTransport(SimpleNamespace(transport=SimpleNamespace(write=written.append)))  # type: ignore[arg-type]
+    for _ in range(2):  # two responses on one connection
+        transport.write(b"100 Continue, ")
+        transport.hold_head()
+        transport.write(b"head, ")
+        assert written == [b"100 Continue, "], "the head waits"
+        transport.write(b"first event, ")
+        transport.write(b"second event")
+        assert written == [b"100 Continue, ", b"head, first event, ", b"second event"]
+        written.clear()
