@@ -202,7 +202,8 @@ def run_probe(
         if num_drafts == scheduler.max_drafts:
             counters = scheduler.counters.copy()
     if isinstance(policy, DraftPolicy):
-        several = _time_several(scheduler, num_several, policy.usual, add, step) if num_several > 1 else None
+        middle = policy.lengths[len(policy.lengths) // 2]
+        several = _time_several(scheduler, num_several, middle, add, step) if num_several > 1 else None
         policy.believe(counters, policy.cost.model.fitted(seconds, several))
     scheduler.policy, scheduler.counters = policy, Counters()
     scheduler.drop_resume_points()

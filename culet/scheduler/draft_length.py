@@ -19,7 +19,7 @@ from typing import Protocol
 
 from culet.scheduler.sequence import Acceptance
 from culet.scheduler.stats import Counters
-from culet.scheduler.step_cost import MeasuredCost, StepCost, size_of
+from culet.scheduler.step_cost import MeasuredCost, StepCost, TimedSteps
 
 GOOD_ACCEPTANCE = 0.78  # assumed acceptance before any request has finished, and of an optimistic start
 OPTIMISM, MAX_PRIOR = 1.2, 0.85  # too high a prior is corrected within a few rounds, so it is a multiple of the average
@@ -31,8 +31,6 @@ MIN_GAIN = 1.03  # least gain in tokens per second over no drafts
 TRY_ACCEPTANCE = 0.9  # acceptance that a try hopes for
 TRY_SHARE = 0.005  # share of time that a sequence without drafts spends on its first try (later tries get less)
 MIN_REST, MAX_REST = 8, 256  # steps before a try
-NUM_TIMED = 4  # steps with drafts, and steps without before and after them, that are run to time them
-TIMED_FIRST, TIMED_GROWTH, TIMED_LAST = 16, 4, 2048  # steps before a batch size is timed first, and how far that grows
 
 
 class DraftLengths(Protocol):
@@ -69,9 +67,7 @@ class DraftPolicy:
         self._general = GOOD_ACCEPTANCE  # average acceptance of requests
         self._step, self._explored_at, self._explore_from, self._random = 0, -1, 0, random.Random(0)
         self._num_drafts: int | None = None  # drafts of the planned step, or None if no sequence decodes in it
-        self._until_timed: dict[int, tuple[int, int]] = {}  # batch size -> steps left before it is timed, and of how many
-        self.usual = self.lengths[len(self.lengths) // 2]  # the latest number of drafts other than none, which is timed
-        self._timed: list[int] = []  # lengths of the next steps, which are run to time them
+        self._timed = TimedSteps()
         self._quiet: list[Acceptance] = []  # a batch that gets no drafts until something changes
         self._quiet_until = 0  # the step at which it is decided again even if nothing changes
 
@@ -109,8 +105,8 @@ class DraftPolicy:
         if not batch:
             self._num_drafts = None
             return
-        self._count_down(len(batch))
-        if batch == self._quiet and self._step < self._quiet_until and not self._timed:
+        num_left = self._timed.count(len(batch))
+        if batch == self._quiet and self._step < self._quiet_until and not self._timed.is_running:
             return
         for state in batch:
             if not state.tried:
@@ -118,17 +114,20 @@ class DraftPolicy:
         estimates = [state.estimate for state in batch]
         hopes = [TRY_ACCEPTANCE if 0 <= state.try_at <= self._step else state.estimate for state in batch]
         num_drafts, least = self._choose(estimates)
+        doubtful = self._doubtful(estimates, num_drafts) if self._timed.is_running or not num_left or not num_drafts else 0
         if not num_drafts and hopes != estimates:
             num_drafts, least = self._choose(hopes, is_try=True)
-        if is_timed := bool(self._timed):
-            num_drafts, least = self._timed.pop(), 0.0
-        self._num_drafts, self.usual = num_drafts, num_drafts or self.usual
+        timed = self._timed.next(doubtful, is_confirmed=self.cost.is_confirmed(len(batch)))
+        if is_timed := timed is not None:
+            num_drafts, least = timed, 0.0
+        self._num_drafts = num_drafts
         try_cost = self.cost.overhead(len(batch), len(batch), self.lengths[0])  # sequences that start together try together
         first_rest = min(MAX_REST, max(MIN_REST, round(try_cost / TRY_SHARE)))
         for state, hope in zip(batch, hopes, strict=True):
             self._decide(state, num_drafts if hope >= least else 0, first_rest)
             state.min_accepted = 0 if is_timed or self.is_ahead else self._least_accepted(state, len(batch))
-        self._quiet, self._quiet_until = list(batch), 0 if num_drafts or is_timed else min([state.try_at for state in batch])
+        quiet_until = [state.try_at for state in batch] + ([self._step + num_left] if doubtful else [])
+        self._quiet, self._quiet_until = list(batch), 0 if num_drafts or is_timed else min(quiet_until)
 
     def length(self, state: Acceptance, num_seqs: int) -> int:
         """Return the drafts for a sequence of the planned batch, or for one that joins it now as one of `num_seqs`."""
@@ -145,10 +144,11 @@ class DraftPolicy:
             self._explore_from = self._step + self._random.randint(EXPLORE_REST // 2, 3 * EXPLORE_REST // 2)
         state.tried, state.accepted = START_WEIGHT, START_WEIGHT * prior
 
-    def _choose(self, hopes: list[float], *, is_try: bool = False) -> tuple[int, float]:
+    def _choose(self, hopes: list[float], *, is_try: bool = False, factor: float = 1.0) -> tuple[int, float]:
         """Return the drafts that yield the most tokens per second, and the lowest acceptance of the sequences that get them.
 
-        With `is_try`, consider only the shortest length that would pay off if all sequences reached `TRY_ACCEPTANCE`.
+        With `is_try`, consider only the shortest length that would pay off if all sequences reached `TRY_ACCEPTANCE`. `factor`
+        multiplies the cost of rounds.
         """
         ranked, num_seqs, lengths = sorted(hopes, reverse=True), len(hopes), self.lengths
         if is_try:
@@ -157,7 +157,7 @@ class DraftPolicy:
             lengths = tuple(count for count in lengths if 1.0 + self._gains[count][gain_index] > costs[count])[:1]
         best, best_rate, least = 0, MIN_GAIN * num_seqs, 0.0
         for count in lengths:
-            first, last = 1.0 + self.cost.overhead(num_seqs, 1, count), 1.0 + self.cost.overhead(num_seqs, num_seqs, count)
+            first, last = (1.0 + factor * self.cost.overhead(num_seqs, some, count) for some in (1, num_seqs))
             each = (last - first) / max(1, num_seqs - 1)
             gains, num_tokens, seconds = self._gains[count], float(num_seqs), first - each
             for hope in ranked:
@@ -190,11 +190,8 @@ class DraftPolicy:
             state.rest = max(first_rest, state.rest)
             state.try_at = self._step + state.rest
 
-    def _count_down(self, num_seqs: int) -> None:
-        """Count down to the next timed steps of this batch size. Steps of a single length would never show a wrong cost."""
-        size = size_of(num_seqs)
-        num_left, wait = self._until_timed.get(size, (TIMED_FIRST, TIMED_FIRST))
-        if num_left == 1:
-            num_left = wait = min(TIMED_LAST, (TIMED_GROWTH if size in self.cost.confirmed else 2) * wait)
-            self._timed = [0] * NUM_TIMED + [self.usual] * NUM_TIMED + [0] * NUM_TIMED
-        self._until_timed[size] = num_left - 1, wait
+    def _doubtful(self, estimates: list[float], num_drafts: int) -> int:
+        """Return the length to time, or 0 if no likely cost would change whether to draft, because then times do not matter."""
+        doubt = self.cost.doubt(len(estimates))
+        other = self._choose(estimates, factor=doubt if num_drafts else 1.0 / doubt)[0]
+        return 0 if num_drafts and other else num_drafts or other

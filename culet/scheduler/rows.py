@@ -160,10 +160,12 @@ def commit_row(seq: Sequence, shape: RowShape, page_allocator: PageAllocator, nu
     return PlannedRow(row, seq, [seq] if shape.draws else [], shape.resume_lengths)
 
 
-def num_wanted(seq: Sequence, max_drafts: int, policy: DraftLengths | None, num_running: int) -> int:
-    """Return how many of at most `max_drafts` proposals to make after the token that `seq` is about to draw."""
-    # A sequence that is about to start is not among the running ones yet.
-    count = max_drafts if policy is None else policy.length(seq.acceptance, max(1, num_running))
+def num_wanted(seq: Sequence, max_drafts: int, policy: DraftLengths | None, num_seqs: int) -> int:
+    """Return how many of at most `max_drafts` proposals to make after the token that `seq` is about to draw.
+
+    `num_seqs` sequences, including those that are about to start, will decode together.
+    """
+    count = max_drafts if policy is None else policy.length(seq.acceptance, max(1, num_seqs))
     return max(0, min(count, seq.num_left - 2))  # the token drawn now and the one after the last draft need no proposal
 
 

@@ -237,8 +237,7 @@ class Scheduler:
         """Plan the row of a sequence that continues with this many drafts."""
         if seq.pages_unchanged(1 + num_drafts):
             return continue_in_pages(seq, num_drafts, self._num_wanted(seq))
-        (plan,) = self._plan_row(Grant(seq, 1 + num_drafts, num_drafts), may_preempt=False)
-        return plan
+        return self._plan_row(Grant(seq, 1 + num_drafts, num_drafts), may_preempt=False)[0]
 
     def _plan_rows(self, entries: list[Entry]) -> list[PlannedRow]:
         """Plan rows for running sequences. If pages are left, also start waiting ones and append their entries to `entries`."""
@@ -278,7 +277,9 @@ class Scheduler:
 
     def _num_wanted(self, seq: Sequence) -> int:
         """Return how many proposals to make after the token that `seq` is about to draw."""
-        return num_wanted(seq, self.max_drafts, self.policy, len(self._running)) if self.max_drafts else 0
+        if not self.max_drafts:
+            return 0
+        return num_wanted(seq, self.max_drafts, self.policy, min(self._max_running, len(self._running) + len(self._waiting)))
 
     def _preempt(self, seq: Sequence) -> None:
         """Take the slot and pages of `seq`. All its tokens, including those it has drawn, are computed again later."""
@@ -360,9 +361,8 @@ class Scheduler:
         seq.prefill_end = len(seq.tokens)
         seq.resume_lengths = seq.lengths_beyond(match) if seq.content is not None else ()
         rows: list[PlannedRow] = []
-        num_new = seq.chunk_within(budget)
         has_pages = not self._running or reserved + reserved_pages(seq, self.budget) <= self.page_allocator.available
-        if num_new and has_pages:
+        if (num_new := seq.chunk_within(budget)) and has_pages:
             seq.slot = heapq.heappop(self._free_slots)
             rows = self._plan_row(Grant(seq, num_new), may_preempt=False)
             if not rows:

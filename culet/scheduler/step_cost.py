@@ -18,6 +18,10 @@ NUM_FOUND = 5  # comparisons whose median counts
 FADE = 0.25  # how far each measurement of one length moves the corrections of the others
 MAX_CORRECTION = 100.0  # largest factor between a round's measured and modelled cost, in either direction
 MIN_OVERHEAD = 0.02  # smallest modelled overhead of a round, because a noisy probe may find none
+DOUBT = 5.0  # factor by which costs may be wrong until a comparison agrees with them, about as much as probes of a busy machine
+NUM_TIMED = 4  # steps with drafts, and steps without before and after them, that are run to time them
+TIMED_FIRST, TIMED_LAST = 16, 2048  # steps of a batch size before it is timed first, and the most before it is timed again
+TIMED_GROWTH, CONFIRMED_GROWTH = 2, 4  # how that grows each time, and how if the last comparison agreed
 
 
 class Rounds(NamedTuple):
@@ -144,7 +148,7 @@ class MeasuredCost:
         self.model = model
         self._runs: dict[int, deque[_Run]] = {}  # size -> the latest runs of steps of one kind
         self._found: dict[int, dict[int, deque[float]]] = {}  # size -> drafts -> the last corrections found
-        self.confirmed: set[int] = set()  # sizes whose last comparison agreed with the corrections in use
+        self._confirmed: set[int] = set()  # sizes whose last comparison agreed with the corrections in use
         self._num_steps = 0
         self._known: dict[tuple[int, int, int], float] = {}
 
@@ -156,6 +160,13 @@ class MeasuredCost:
             nearest = min(found, key=lambda count: abs(count - num_drafts), default=None)
             self._known[key] = self._modelled(*key) * (1.0 if nearest is None else median(found[nearest]))
         return self._known[key]
+
+    def doubt(self, num_seqs: int) -> float:
+        """Return the factor by which the overhead may be wrong in either direction."""
+        return SAME if self.is_confirmed(num_seqs) else DOUBT
+
+    def is_confirmed(self, num_seqs: int) -> bool:
+        return size_of(num_seqs) in self._confirmed
 
     def took(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
         """Learn from a decode step in which `num_drafting` sequences had `num_drafts` drafts each, or none had any."""
@@ -186,9 +197,9 @@ class MeasuredCost:
                 ratios.append(median(ratios) + FADE * (ratio - median(ratios)))
         ratios = found.setdefault(num_drafts, deque([1.0], maxlen=NUM_FOUND))  # the model counts as one
         if 1 / SAME <= ratio / median(ratios) <= SAME:
-            self.confirmed.add(size)
+            self._confirmed.add(size)
         else:
-            self.confirmed.discard(size)
+            self._confirmed.discard(size)
         ratios.append(ratio)
         self._known.clear()
 
@@ -212,6 +223,44 @@ class _Run:
     def low(self) -> float:
         """Return the lower quartile, because other load only makes steps slower."""
         return sorted(self.seconds)[len(self.seconds) // 4]
+
+
+class TimedSteps:
+    """Decides when steps are run only to time them: some without drafts, some with, and some without again.
+
+    Steps of a single length would never show a wrong cost. They are counted by batch size, and rarely run once a size is known.
+    """
+
+    def __init__(self) -> None:
+        self._size = 0  # of the last step
+        self._until: dict[int, tuple[int, int]] = {}  # batch size -> steps left before it may be timed, and of how many
+        self._lengths: list[int] = []  # of the steps that are left to run, the next one last
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._lengths)
+
+    def count(self, num_seqs: int) -> int:
+        """Count a step, and return how many steps of its batch size are left before it may be timed."""
+        if (size := size_of(num_seqs)) != self._size:  # rounds are compared only with plain steps of the same size
+            self._size, self._lengths = size, []
+        num_left, wait = self._until.get(size, (TIMED_FIRST, TIMED_FIRST))
+        self._until[size] = max(0, num_left - 1), wait
+        return self._until[size][0]
+
+    def next(self, num_drafts: int, *, is_confirmed: bool) -> int | None:
+        """Return the length of the step that was counted last if it is run to time it.
+
+        `num_drafts` is the length that should be timed, or 0 if times do not matter now.
+        """
+        num_left, wait = self._until[self._size]
+        if not num_drafts:
+            self._lengths = []
+        elif not self._lengths and not num_left:
+            wait = min(TIMED_LAST, wait * (CONFIRMED_GROWTH if is_confirmed else TIMED_GROWTH))
+            self._until[self._size] = wait, wait
+            self._lengths = [0] * NUM_TIMED + [num_drafts] * NUM_TIMED + [0] * NUM_TIMED
+        return self._lengths.pop() if self._lengths else None
 
 
 def size_of(num_seqs: int) -> int:

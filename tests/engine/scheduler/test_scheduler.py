@@ -458,3 +458,25 @@ def test_who_waits_for_drafts_is_waited_for() -> None:
     assert sizes[:12] == [3] * 12
     assert 3 in {num_seqs for num_seqs, *_ in policy.times}
     assert all(seconds > 0 for *_, seconds in policy.times)
+
+
+class CountedLengths(FixedLengths):
+    """Records how many sequences are said to draft together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def length(self, state: Acceptance, num_seqs: int) -> int:
+        self.sizes.append(num_seqs)
+        return self.num_drafts
+
+
+def test_those_who_start_together_are_counted_together() -> None:
+    """A round of several sequences costs more than one of a single sequence, so the first must know about the others."""
+    drive = make(max_drafts=2, seqs=4)
+    drive.scheduler.policy = policy = CountedLengths()
+    for number in range(6):
+        drive.add(endless(str(number), 5, 30))
+    drive.step()
+    assert policy.sizes == [4] * 4

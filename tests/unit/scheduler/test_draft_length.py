@@ -14,10 +14,19 @@ from culet.drafters.base import cache_specs, open_drafter
 from culet.engine.drafting import ReadBytes, draft_policy
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
-from culet.scheduler.draft_length import EXPLORE_REST, MAX_REST, NUM_TIMED, TIMED_FIRST, TIMED_LAST, DraftPolicy
+from culet.scheduler.draft_length import EXPLORE_REST, MAX_REST, DraftPolicy
 from culet.scheduler.sequence import Acceptance
 from culet.scheduler.stats import Counters
-from culet.scheduler.step_cost import FRESH, MIN_TIMES, NUM_FOUND, MeasuredCost, StepCost
+from culet.scheduler.step_cost import (
+    FRESH,
+    MIN_TIMES,
+    NUM_FOUND,
+    NUM_TIMED,
+    TIMED_FIRST,
+    TIMED_LAST,
+    MeasuredCost,
+    StepCost,
+)
 from tests.unit.scheduler.draft_simulation import (
     CPU_DFLASH,
     CPU_MTP,
@@ -380,7 +389,7 @@ def test_other_load_does_not_switch_drafting_off(name: str, seed: int) -> None:
 
 def test_steps_taken_for_their_time_are_few() -> None:
     assert 3 * NUM_TIMED / TIMED_LAST < 0.01  # without drafts, with drafts, and without again
-    policy, state = DraftPolicy(cost(wait_s=1.0), (1, 2, 3)), Acceptance()
+    policy, state = DraftPolicy(cost(wait_s=0.08), (1, 2, 3)), Acceptance()
     lengths = []
     for _ in range(3 * TIMED_LAST):
         policy.plan([state])
@@ -388,6 +397,31 @@ def test_steps_taken_for_their_time_are_few() -> None:
     waits = [TIMED_FIRST * 2**number for number in range(20) if TIMED_FIRST * 2**number < TIMED_LAST] + [TIMED_LAST]
     num_blocks = sum(sum(waits[: number + 1]) <= len(lengths) for number in range(len(waits))) + 1  # the last wait repeats
     assert NUM_TIMED * 5 <= sum(count > 0 for count in lengths) <= NUM_TIMED * num_blocks
+
+
+@pytest.mark.parametrize("wait_s", [1.0, 0.0])
+def test_steps_are_not_timed_if_no_likely_cost_would_change_the_choice(wait_s: float) -> None:
+    """Rounds are so dear that they never pay, or so cheap that they always do."""
+    policy, state = DraftPolicy(cost(wait_s=wait_s), (1, 2, 3)), Acceptance()
+    lengths = set()
+    for _ in range(8 * TIMED_FIRST):
+        policy.plan([state])
+        lengths.add(policy.length(state, 1))
+    assert lengths == ({0} if wait_s else {3})
+
+
+def test_steps_are_timed_only_until_the_text_turns_out_bad() -> None:
+    """A new batch is hoped to be good, so its rounds are timed even if costs are known, but only until drafts are refused."""
+    policy, states = DraftPolicy(probed_dflash(), (1, 4, 7)), [Acceptance() for _ in range(8)]
+    compare(policy.cost, 8, 4, 0.0254, 0.0254 + dflash_ms(8, 4) / 1e3)
+    num_rounds = 0
+    for _ in range(100):
+        policy.plan(states)
+        if num_drafts := policy.length(states[0], 8):
+            num_rounds += 1
+            for state in states:
+                policy.note(state, num_drafts, 0)
+    assert num_rounds <= 2
 
 
 @pytest.mark.parametrize("at_once", [False, True])
