@@ -218,12 +218,13 @@ def _time_several(
     names = [f"draft-probe-{number}" for number in range(num_seqs)]
     for name in names:
         add(name, TIMED_PROMPT, PROBE_TOKENS)
-    while scheduler.has_work:
+    plain: list[float] = []
+    drafting: list[float] = []
+    fixed.times = {(num_seqs, 0, 0): plain, (num_seqs, num_seqs, num_drafts): drafting}
+    while scheduler.has_work and len(drafting) < TIMED_STEPS:
         step()
-        if len(plain := fixed.times.get((num_seqs, 0, 0), [])) >= TIMED_STEPS:
+        if len(plain) >= TIMED_STEPS:
             fixed.num_drafts = num_drafts
-        if len(drafting := fixed.times.get((num_seqs, num_seqs, num_drafts), [])) >= TIMED_STEPS:
-            break
     for name in names:
         scheduler.cancel(name)
     while scheduler.has_work:
