@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class TextPiece(Struct, frozen=True, gc=False):
-    """Part of the answer. `malformed` means that the text belongs to a tool call that could not be parsed."""
+    """Part of the answer. `malformed` means that the text is a tool call, which could not be parsed or has no tools."""
 
     text: str
     malformed: bool = False
@@ -61,7 +61,7 @@ class Output(Struct, frozen=True):
     text: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    num_malformed: int = 0  # tool calls that could not be parsed and became text
+    num_malformed: int = 0  # tool calls that became text
     num_thought_tokens: int = 0  # between the marks around thoughts, which is what a thinking budget counts
     has_ended: bool = False  # a token or a stop string ended the turn
     stop: str | None = None  # the stop string that ended it

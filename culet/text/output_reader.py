@@ -11,7 +11,7 @@ at a time, so the result does not depend on how they are grouped. Streams and co
 - `<|tool_response>`, `<turn|>` and `<eos>` end the turn. Outside calls, other special tokens produce no text.
 - A tool call is reported when it is complete. Once its last brace is closed, it also counts if its end token is missing and
   another mark or the end of the output follows. A malformed call (bad syntax, no name or not closed) becomes text, including
-  its markup, and is flagged as malformed.
+  its markup, and is flagged as malformed. Without `reads_calls`, this holds for all calls.
 - With `calls_hold`, a grammar holds calls to their form. Then the parts of a call are reported as they are read, and a call
   that the output is cut in is reported as it is.
 - With `unmarked_calls`, `call:NAME{...}` in the text is also a call if NAME is a declared tool. Text is held back only while it
@@ -31,20 +31,20 @@ from functools import lru_cache
 
 from culet.text.output_pieces import CallPart, Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall, merge
 from culet.text.stops import StopMatcher
+from culet.text.thoughts import CLOSES, END_TOKENS, OPENS, OPENS_CALL, thought_start
 from culet.text.tokenizer import IncrementalDecoder, Tokenizer
 from culet.text.tool_calls import CallReader
 
 LABEL = "thought"
 _LABEL_START = re.compile(r"[a-z]{0,24}")  # any prefix of a label
-_END_TOKENS = ("<|tool_response>", "<turn|>", "<eos>")
 _ROLE = "model\n"
 _CALL = "call:"
 
 
 class _Mark(Enum):
-    OPEN_CHANNEL = "<|channel>"
-    CLOSE_CHANNEL = "<channel|>"
-    OPEN_CALL = "<|tool_call>"
+    OPEN_CHANNEL = OPENS
+    CLOSE_CHANNEL = CLOSES
+    OPEN_CALL = OPENS_CALL
     CLOSE_CALL = "<tool_call|>"
     QUOTE = '<|"|>'
     END = "<eos>"
@@ -53,7 +53,7 @@ class _Mark(Enum):
 @lru_cache(maxsize=4)  # for every sample, looking the names up would take longer than a token
 def _marks_of(tokenizer: Tokenizer) -> dict[int, _Mark]:
     """Return the ids of all marks. Names that the vocabulary lacks are left out."""
-    names = {mark.value: mark for mark in _Mark} | dict.fromkeys(_END_TOKENS, _Mark.END)
+    names = {mark.value: mark for mark in _Mark} | dict.fromkeys(END_TOKENS, _Mark.END)
     ids = {name: tokenizer.token_id(name) for name in names}
     return {token_id: names[name] for name, token_id in ids.items() if token_id is not None}
 
@@ -93,6 +93,7 @@ class ChatReader:
         calls_hold: bool = False,
         unmarked_calls: bool = False,
         free_tools: Collection[str] = (),
+        reads_calls: bool = True,
         make_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
         self._tokenizer = tokenizer
@@ -103,7 +104,7 @@ class ChatReader:
         self._schemas = schemas or {}
         self._ignore_end = ignore_end
         self._make_id = make_id
-        self._calls_hold = calls_hold
+        self._calls_hold, self._reads_calls = calls_hold, reads_calls
         # A held call has no bare strings, so its words mean what they say. Schemas would only be a source of errors.
         self._call_schemas = {name: self._schemas.get(name) for name in free_tools} if calls_hold else self._schemas
         self._stops = StopMatcher(stop, min_tokens)
@@ -129,9 +130,9 @@ class ChatReader:
         self._is_unmarked = False  # the current call was not opened by its token
         self._held_head = ""  # the end of the text, which may be the head of an unmarked call
         self._last_char = ""  # of the text since the last mark
-        opening = _open_channel(tokenizer, prompt_ids)
-        if opening is not None:
-            self._enter_channel(opening)
+        begin = thought_start(tokenizer, prompt_ids)
+        if begin is not None:
+            self._enter_channel(tokenizer.decode(prompt_ids[begin:]))
 
     @property
     def in_reasoning(self) -> bool:
@@ -339,6 +340,8 @@ class ChatReader:
         self._state, self._is_first = _State.CALL, False
         self._call = CallReader(self._call_schemas)
         self._raw_call, self._call_json, self._call_id = [self._name(token_id)], [], ""
+        if not self._reads_calls:
+            self._break_call()
 
     def _read_in_call(self, token_id: int, mark: _Mark | None) -> None:
         """Read a special token inside a call. It may be the end of the call, a quote, or part of a string."""
@@ -465,15 +468,3 @@ class ChatReader:
     def _take_pieces(self) -> list[OutputPiece]:
         pieces, self._pieces = self._pieces, []
         return pieces
-
-
-def _open_channel(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str | None:
-    """Return the text after the prompt's unclosed `<|channel>`. Return None if no channel is open."""
-    opener = tokenizer.token_id(_Mark.OPEN_CHANNEL.value)
-    closers = {tokenizer.token_id(name) for name in ("<channel|>", "<|tool_call>", "<|turn>", *_END_TOKENS)}
-    for index in range(len(prompt_ids) - 1, -1, -1):
-        if prompt_ids[index] in closers:
-            return None
-        if prompt_ids[index] == opener:
-            return tokenizer.decode(prompt_ids[index + 1 :])
-    return None
