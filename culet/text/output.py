@@ -249,6 +249,7 @@ def chat_output(
         unmarked_calls=unmarked_calls and (form is None or holds_calls),
         free_tools=form.free_tools if isinstance(form, GrammarSpec) else (),
         reads_calls=bool(tools),
+        single_call=single_call,
     )
     return SampleOutput(
         reader,

@@ -29,9 +29,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from functools import lru_cache
 
-from culet.text.output_pieces import CallPart, Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall, merge
+from culet.text.output_pieces import (
+    CLOSES,
+    END_TOKENS,
+    OPENS,
+    OPENS_CALL,
+    CallPart,
+    Output,
+    OutputPiece,
+    ReasoningPiece,
+    TextPiece,
+    ToolCall,
+    merge,
+    thought_start,
+)
 from culet.text.stops import StopMatcher
-from culet.text.thoughts import CLOSES, END_TOKENS, OPENS, OPENS_CALL, thought_start
 from culet.text.tokenizer import IncrementalDecoder, Tokenizer
 from culet.text.tool_calls import CallReader
 
@@ -77,7 +89,8 @@ class ChatReader:
     `schemas` maps tool names to the JSON schemas of their parameters (see `tool_schemas`), which decide what bare words mean.
     Tokens in `end_ids` also end the turn. With `ignore_end`, no token ends it. A `stop` string in the text ends the turn
     after the first `min_tokens` tokens. With `unmarked_calls`, calls of declared tools count without the tokens around them.
-    If `calls_hold`, a grammar holds calls to the schemas of their tools, except for `free_tools`.
+    If `calls_hold`, a grammar holds calls to the schemas of their tools, except for `free_tools`. With `single_call`, nothing
+    is read after the first call.
     """
 
     def __init__(
@@ -94,6 +107,7 @@ class ChatReader:
         unmarked_calls: bool = False,
         free_tools: Collection[str] = (),
         reads_calls: bool = True,
+        single_call: bool = False,
         make_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
         self._tokenizer = tokenizer
@@ -104,7 +118,7 @@ class ChatReader:
         self._schemas = schemas or {}
         self._ignore_end = ignore_end
         self._make_id = make_id
-        self._calls_hold, self._reads_calls = calls_hold, reads_calls
+        self._calls_hold, self._reads_calls, self._single_call = calls_hold, reads_calls, single_call
         # A held call has no bare strings, so its words mean what they say. Schemas would only be a source of errors.
         self._call_schemas = {name: self._schemas.get(name) for name in free_tools} if calls_hold else self._schemas
         self._stops = StopMatcher(stop, min_tokens)
@@ -192,7 +206,7 @@ class ChatReader:
         if mark is _Mark.END:
             self._end_turn()
         elif mark is _Mark.OPEN_CALL:
-            self._move(lambda: self._enter_call(token_id))
+            self._move(lambda: self._open_call(self._name(token_id)))
         elif mark is _Mark.OPEN_CHANNEL and not (self._state is _State.CALL and self._call.in_quotes):
             self._move(self._enter_channel)
         elif in_call:
@@ -336,10 +350,10 @@ class ChatReader:
 
     # Tool calls
 
-    def _enter_call(self, token_id: int) -> None:
+    def _open_call(self, opening: str) -> None:
         self._state, self._is_first = _State.CALL, False
         self._call = CallReader(self._call_schemas)
-        self._raw_call, self._call_json, self._call_id = [self._name(token_id)], [], ""
+        self._raw_call, self._call_json, self._call_id = [opening], [], ""
         if not self._reads_calls:
             self._break_call()
 
@@ -376,6 +390,16 @@ class ChatReader:
             is_first, self._call_id = not self._call_id, self._call_id or self._make_id()
             part = CallPart(len(self._tool_calls), self._call_id, self._call.name or "", arguments_json, is_first)
             self._emit(part)
+        if self._call.next_call:
+            self._begin_next_call(self._call.next_call)
+
+    def _begin_next_call(self, head: str) -> None:
+        """Report the call, and read another that follows it as if it had marks of its own."""
+        opening = self._raw_call[0]
+        self._report_call()
+        if self._state is not _State.ENDED:
+            self._open_call(opening)
+            self._add(head)
 
     def _end_call(self) -> None:
         """Report the call if it is complete or partly reported already. If a call was cut before its arguments, drop it."""
@@ -393,7 +417,7 @@ class ChatReader:
         call = ToolCall(len(self._tool_calls), call_id, name, text, arguments, bool(self._call_id), is_complete)
         self._tool_calls.append(call)
         self._emit(call)
-        self._state = _State.TEXT
+        self._state = _State.ENDED if self._single_call else _State.TEXT
 
     def _break_call(self) -> None:
         """Treat the call as malformed, and return all of it as text, including what follows."""
@@ -446,7 +470,8 @@ class ChatReader:
             self._space.clear()
             self._emit_text(self._stops.flush())
             self._report_call()
-            self._enter_text()
+            if self._state is not _State.ENDED:
+                self._enter_text()
 
     def _give_up_unmarked(self) -> None:
         """Read what seemed to be a call as text."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from culet.text.output_pieces import Output, OutputPiece, TextPiece
+from culet.text.output_pieces import Output, OutputPiece, TextPiece, ThoughtCounter
 from culet.text.stops import StopMatcher
-from culet.text.thoughts import ThoughtCounter
 from culet.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
