@@ -28,11 +28,11 @@ MAX_SEED = 2**64 - 1
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. The values are those of the OpenAI API, plus `cancel`, `timeout` and `error`."""
+    """Why a sequence ended. The values are those of the OpenAI API, plus `abort`, `timeout` and `error`."""
 
     STOP = "stop"
     LENGTH = "length"
-    CANCEL = "cancel"
+    CANCEL = "abort"  # vLLM's word
     TIMEOUT = "timeout"
     ERROR = "error"
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from culet.config import BUILT_IN, Config
 from culet.engine.engine import Engine
-from culet.engine.jobs import Job, JobLoop, Result, Sample, offline_config
+from culet.engine.jobs import Job, JobLoop, Result, Sample, check_params, offline_config
 from culet.engine.prompts import Prompt, PromptReader
 from culet.errors import BadRequest, ConfigError, CuletError, as_culet_error
 from culet.text.chat_tokenizer import ChatTokenizer
@@ -92,7 +92,7 @@ class AsyncLLM:
         The last result has `finished` set. `request_id` is the name for `abort`. Requests with a lower `priority` run first.
         Cancelling the task, or leaving the loop, ends the request.
         """
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else check_params(sampling_params)
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
         job = await asyncio.to_thread(self._make_job, prompt, params, priority)
         if request_id in self._waiters:
@@ -117,7 +117,7 @@ class AsyncLLM:
         return job
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End a request, or several. Their last results have the finish reason `cancel`. Unknown ids are ignored."""
+        """End a request, or several. Their last results have the finish reason `abort`. Unknown ids are ignored."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             if (waiter := self._waiters.get(name)) is not None:
                 self._thread.send(partial(self._thread.jobs.cancel, waiter.job))

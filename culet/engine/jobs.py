@@ -14,7 +14,7 @@ from typing import Any
 
 from culet.config import Config, build_config
 from culet.engine.engine import Engine
-from culet.errors import ConfigError, QueueFull
+from culet.errors import BadRequest, ConfigError, QueueFull
 from culet.log import logger
 from culet.media.items import MediaItem
 from culet.text.output import MakeOutput, OutputDelta, stop_reason_of
@@ -29,12 +29,12 @@ class Sample:
     text: str
     token_ids: tuple[int, ...]  # including the stop token, if one ended it
     logprobs: tuple[Logprobs, ...] | None  # for each token, a map of token id -> log-probability; None if not requested
-    finish_reason: str  # stop, length, tool_calls, cancel, timeout or error
+    finish_reason: str  # stop, length, tool_calls, abort, timeout or error
     reasoning: str = ""  # the model's thoughts; chats only
     tool_calls: tuple[ToolCall, ...] = ()  # chats only
     error: str = ""  # what went wrong, if finish_reason is error
     warning: str = ""  # why an answer that has ended is empty; chats only
-    num_thought_tokens: int = 0  # which a thinking budget counts; chats only
+    num_thought_tokens: int = 0  # which a thinking budget counts
     index: int = field(default=0, compare=False)  # among the samples of its prompt: 0 .. n - 1
     num_accepted_drafts: int = field(default=0, compare=False)  # tokens in token_ids that a drafter proposed
     num_rejected_drafts: int = field(default=0, compare=False)
@@ -57,7 +57,7 @@ class Result:
     prompt: str | None = None  # the prompt's text, if it was given as text
     prompt_logprobs: tuple[Logprobs, ...] | None = None  # for every prompt token but the first; None if not requested
     finished: bool = True  # only AsyncLLM yields results that are not
-    request_id: str = field(default="", compare=False)  # only AsyncLLM sets it
+    request_id: str = field(default="", compare=False)  # the number of the request, or the name that AsyncLLM was given
 
     @property
     def outputs(self) -> tuple[Sample, ...]:
@@ -136,7 +136,14 @@ class Job:
                 )
             )
         prompt_logprobs = None if sampling.prompt_logprobs is None else tuple(self.prompt_logprobs)
-        return Result(self.request.prompt_token_ids, tuple(samples), self.num_cached_tokens, self.prompt, prompt_logprobs)
+        return Result(
+            self.request.prompt_token_ids,
+            tuple(samples),
+            self.num_cached_tokens,
+            self.prompt,
+            prompt_logprobs,
+            request_id=self.request.request_id,
+        )
 
 
 def offline_config(model: str, settings: Mapping[str, Any], *, trust_remote_code: bool) -> Config:
@@ -144,6 +151,16 @@ def offline_config(model: str, settings: Mapping[str, Any], *, trust_remote_code
     if trust_remote_code:
         _warn_of_remote_code()
     return build_config({"model": str(model), **settings})
+
+
+def check_params(params: object) -> SamplingParams:
+    """Return `params`. Raise if they are anything but SamplingParams."""
+    if isinstance(params, SamplingParams):
+        return params
+    raise BadRequest(
+        f"sampling_params: got {type(params).__name__}, expected SamplingParams",
+        hint="pass SamplingParams(max_tokens=32), for example; its fields are keywords",
+    )
 
 
 @cache

@@ -11,12 +11,12 @@ from typing import Any, Self, TypeGuard
 
 from culet.config import BUILT_IN, Config
 from culet.engine.engine import Engine
-from culet.engine.jobs import Job, JobLoop, Result, offline_config
+from culet.engine.jobs import Job, JobLoop, Result, check_params, offline_config
 from culet.engine.progress import show_progress
 from culet.engine.prompts import Message, Prompt, PromptReader, TokenizedPrompt, Tool, as_list
 from culet.errors import BadRequest, InternalError, UserError
 from culet.text.chat_tokenizer import ChatTokenizer
-from culet.text.messages import continued_text
+from culet.text.messages import continued_text, read_template_options
 from culet.text.output import MakeOutput, OutputDelta, chat_output, plain_output
 from culet.types import GrammarSpec, Request, SamplingParams
 
@@ -99,36 +99,38 @@ class LLM:
 
         Results separate the answer (`text`) from thoughts (`reasoning`) and tool calls (`tool_calls`, with parsed arguments).
         With `constrain_tool_calls`, a grammar holds each call to the tools and their schemas. With `unmarked_tool_calls`,
-        `call:NAME{...}` is a call of a declared tool even without the tokens around it. `chat_template_kwargs` are variables
-        of the template, and may include `enable_thinking`. `mm_processor_kwargs` may have `max_soft_tokens`. With
+        `call:NAME{...}` is a call of a declared tool even without the tokens around it. Without `tools`, calls are text. The
+        arguments of earlier calls may be JSON. `chat_template_kwargs` may have `enable_thinking` and `preserve_thinking`. A
+        `thinking_token_budget` of 0 turns thinking off. `mm_processor_kwargs` may have `max_soft_tokens`. With
         `continue_final_message` and without `add_generation_prompt`, the answer continues the assistant's last message, and
         structured outputs hold for both together.
         """
-        options = dict(chat_template_kwargs or {})
-        enable_thinking = bool(options.pop("enable_thinking", enable_thinking))
+        options = read_template_options(chat_template_kwargs)
+        asked = options.pop("enable_thinking", None)
+        enable_thinking = enable_thinking if asked is None else asked
         if _is_conversation(messages):
             messages = [messages]
         conversations = as_list(messages, "messages", "a list of messages")
         texts: list[str | None] = [None] * len(conversations)
         if continue_final_message:
             texts = [continued_text(messages, add_generation_prompt=add_generation_prompt) for messages in conversations]
+        all_params = _params_per_prompt(sampling_params, len(conversations))
         prompts = [
             self._prompts.render(
                 conversation,
                 tools,
-                enable_thinking,
+                _thinks(enable_thinking, params),
                 options,
                 mm_processor_kwargs,
                 add_generation_prompt=add_generation_prompt,
                 continued=text,
             )
-            for conversation, text in zip(conversations, texts, strict=True)
+            for conversation, params, text in zip(conversations, all_params, texts, strict=True)
         ]
-        all_params = _params_per_prompt(sampling_params, len(prompts))
         if continue_final_message:
             all_params = [_continue_form(params, text or "") for params, text in zip(all_params, texts, strict=True)]
-        elif enable_thinking:
-            all_params = [_after_thought(params) for params in all_params]
+        else:
+            all_params = [_after_thought(params) if _thinks(enable_thinking, params) else params for params in all_params]
         if tools and constrain_tool_calls:
             grammar = self.engine.tool_call_grammar(tools)
             all_params = [_hold_calls(params, grammar) for params in all_params]
@@ -149,13 +151,14 @@ class LLM:
         The request is checked and queued by this call, not by the first `next`.
         """
         is_chat = _is_conversation(prompt)
+        params = SamplingParams() if sampling_params is None else check_params(sampling_params)
+        enable_thinking = _thinks(enable_thinking, params)
         if _is_conversation(prompt):
             prompts = [self._prompts.render(prompt, tools, enable_thinking)]
         else:
             prompts = self._prompts.read(prompt)
         if len(prompts) != 1:
             raise BadRequest(f"stream: got {len(prompts)} prompts, expected one", hint="open one stream per prompt")
-        params = sampling_params or SamplingParams()
         if enable_thinking:
             params = _after_thought(params)
         if is_chat and tools and constrain_tool_calls:
@@ -266,6 +269,11 @@ def _is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
     return isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
+def _thinks(enable_thinking: bool, params: SamplingParams) -> bool:
+    """Return whether the model thinks. A budget of 0 turns that off."""
+    return enable_thinking and params.thinking_token_budget != 0
+
+
 def _after_thought(params: SamplingParams) -> SamplingParams:
     """Return the same params, except that structured outputs apply only after the thought."""
     form = params.structured_outputs
@@ -286,8 +294,10 @@ def _hold_calls(params: SamplingParams, grammar: GrammarSpec | None) -> Sampling
 def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if isinstance(params, str | Mapping) or not isinstance(params, Sequence):
+        check_params(params)
     if len(params) != count:
         raise BadRequest(
             f"sampling_params: got {len(params)} for {count} prompts", hint="pass one for all prompts, or one per prompt"
         )
-    return list(params)
+    return [check_params(entry) for entry in params]

@@ -108,7 +108,7 @@ class Generation:
         if isinstance(error, CuletError):
             finished.error = type(error).__name__
         else:
-            finished.finish_reasons = tuple(sample.finish_reason or "cancel" for sample in self.samples)
+            finished.finish_reasons = tuple(sample.finish_reason or FinishReason.CANCEL.value for sample in self.samples)
         finished.total_s = time.monotonic() - stream.submitted_at
         finished.max_generated_tokens = max(len(sample.token_ids) for sample in self.samples)
         if stream.first_token_at is not None:

@@ -78,7 +78,7 @@ _WHOLE = (
 )
 _LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
-_REASONS = {"tool_calls": "stop", "cancel": "abort", "timeout": "abort"}  # vLLM's finish reasons
+_REASONS = {"tool_calls": "stop", "timeout": "abort"}  # vLLM's finish reasons
 _LABEL = ("model_name",)
 _DROPPED_LINES = "Lines of the log that were dropped, because nobody read it."
 _KEY_LABELS = (*_LABEL, "key")  # only names of configured keys, so there are never more than these

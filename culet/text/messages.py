@@ -3,45 +3,81 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from culet.errors import BadRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TEMPLATE_OPTIONS = ("enable_thinking", "preserve_thinking")  # which clients may set
 MEDIA_PARTS = frozenset({"image", "audio", "video"})  # templates write a placeholder for each. Their content is elsewhere.
 
 
-def check_messages(messages: object, *, parsed: bool = True) -> list[dict[str, Any]]:
+def check_messages(messages: object) -> list[dict[str, Any]]:
     """Check the messages and return them as plain dicts. The role `model` becomes `assistant`.
 
-    With `parsed`, the arguments of tool calls must be mappings. Otherwise they may also be JSON, which is checked later.
+    The arguments of tool calls may be mappings or JSON. They are checked by the process that renders.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise BadRequest(f"messages: got {type(messages).__name__}, expected a list of messages")
     if not messages:
         raise BadRequest("messages: got an empty list, expected at least one message")
-    checked = [_check_message(message, f"messages[{index}]", parsed) for index, message in enumerate(messages)]
+    checked = [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     _name_results(checked)
     return checked
 
 
 def _name_results(messages: Iterable[dict[str, Any]]) -> None:
-    """Assign results of tools without an id or a name to the calls that no other result answers, in order."""
-    calls: Sequence[Mapping[str, Any]] = ()
+    """Assign each result of a tool to its call."""
+    calls: Sequence[dict[str, Any]] = ()
     for is_result, group in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
         found = list(group)
-        if not is_result:
+        if is_result:
+            _assign(found, calls)
+        else:
             calls = found[-1].get("tool_calls") or ()
-            continue
-        answered = {result["tool_call_id"] for result in found if result.get("tool_call_id")}
-        unanswered = (call for call in calls if not call.get("id") or call["id"] not in answered)
-        for result in found:
-            if not result.get("tool_call_id") and not result.get("name") and (call := next(unanswered, None)) is not None:
-                result["name"], result["tool_call_id"] = call["function"]["name"], call.get("id")
 
 
-def _check_message(message: object, where: str, parsed: bool) -> dict[str, Any]:
+def _assign(results: Iterable[dict[str, Any]], calls: Sequence[dict[str, Any]]) -> None:
+    """Assign results to calls by id, otherwise by name. Results without a known id and a name get the remaining calls in order.
+
+    Calls that share an id are answered in order. Templates look calls up by id, so those without an id of their own get one.
+    """
+    by_id: dict[str, deque[int]] = {}
+    by_name: dict[str, deque[int]] = {}
+    for index, call in enumerate(calls):
+        by_id.setdefault(call.get("id") or "", deque()).append(index)
+        by_name.setdefault(call["function"]["name"], deque()).append(index)
+    for call_id, indices in by_id.items():
+        for index in indices if len(indices) > 1 or not call_id else ():
+            calls[index]["id"] = f"{call_id}#{index}"
+    by_id.pop("", None)
+    remaining = dict.fromkeys(range(len(calls)))
+
+    def give(result: dict[str, Any], index: int) -> None:
+        remaining.pop(index, None)
+        if result.get("tool_call_id") != calls[index]["id"]:
+            result["name"], result["tool_call_id"] = calls[index]["function"]["name"], calls[index]["id"]
+
+    named: list[dict[str, Any]] = []
+    nameless: list[dict[str, Any]] = []
+    for result in results:
+        if queue := by_id.get(result.get("tool_call_id") or ""):
+            give(result, queue.popleft() if len(queue) > 1 else queue[0])
+        else:
+            (named if result.get("name") else nameless).append(result)
+    for result in named:
+        queue = by_name.get(result["name"]) or deque()
+        while queue and queue[0] not in remaining:
+            queue.popleft()
+        if queue:
+            give(result, queue[0])
+    for result, index in zip(nameless, list(remaining), strict=False):
+        give(result, index)
+
+
+def _check_message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise BadRequest(f"{where}: got {type(message).__name__}, expected a mapping with role and content")
     role = "assistant" if message.get("role") == "model" else message.get("role")
@@ -55,10 +91,12 @@ def _check_message(message: object, where: str, parsed: bool) -> dict[str, Any]:
     if message.get("tool_calls") is not None:
         if role != "assistant":
             raise BadRequest(f"{where}: got tool_calls in a {role} message, but only assistant messages may have them")
-        checked["tool_calls"] = _check_calls(message["tool_calls"], f"{where}.tool_calls", parsed)
+        checked["tool_calls"] = _check_calls(message["tool_calls"], f"{where}.tool_calls")
     content = message.get("content")
-    has_other = bool(message.get("tool_calls") or message.get("tool_responses"))
-    if content is None and not (role == "assistant" and has_other):
+    if content is None and role == "assistant":
+        if not message.get("tool_calls") and not message.get("tool_responses"):
+            checked["content"] = ""  # an empty answer, perhaps after a thought
+    elif content is None:
         raise BadRequest(f"{where}: got no content, expected a string or a list of parts")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
         checked["content"] = [_check_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
@@ -80,7 +118,7 @@ def _check_part(part: object, where: str) -> dict[str, Any]:
     return dict(part)
 
 
-def _check_calls(calls: object, where: str, parsed: bool) -> list[dict[str, Any]]:
+def _check_calls(calls: object, where: str) -> list[dict[str, Any]]:
     if isinstance(calls, str | bytes | Mapping) or not isinstance(calls, Sequence):
         raise BadRequest(f"{where}: got {type(calls).__name__}, expected a list of calls")
     for index, call in enumerate(calls):
@@ -89,16 +127,6 @@ def _check_calls(calls: object, where: str, parsed: bool) -> list[dict[str, Any]
             raise BadRequest(f"{where}[{index}]: expected {{'function': {{'name': ..., 'arguments': {{...}}}}}}")
         if not isinstance(call.get("id"), str | None):
             raise BadRequest(f"{where}[{index}].id: got {type(call['id']).__name__}, expected a string")
-        arguments = function.get("arguments")
-        if not parsed:
-            continue
-        if isinstance(arguments, str):
-            raise BadRequest(
-                f"{where}[{index}].function.arguments: got a string, expected a mapping",
-                hint="parse it with json.loads(arguments) first",
-            )
-        if not isinstance(arguments, Mapping | None):
-            raise BadRequest(f"{where}[{index}].function.arguments: got {type(arguments).__name__}, expected a mapping")
     return [dict(call) for call in calls]
 
 
@@ -116,6 +144,20 @@ def continued_text(messages: Sequence[Mapping[str, Any]], *, add_generation_prom
     if last.get("role") not in ("assistant", "model") or last.get("tool_calls") or not text:
         raise BadRequest("continue_final_message: the last message must be the assistant's, with text and without tool_calls")
     return text
+
+
+def read_template_options(options: object) -> dict[str, bool]:
+    """Return the variables of a template that a caller sets. Those that are None are left out."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise BadRequest(f"chat_template_kwargs: got {type(options).__name__}, expected a mapping")
+    for name, value in options.items():
+        if name not in TEMPLATE_OPTIONS:
+            raise BadRequest(f"chat_template_kwargs: got {name!r}, expected {' or '.join(TEMPLATE_OPTIONS)}")
+        if not isinstance(value, bool | None):
+            raise BadRequest(f"chat_template_kwargs.{name}: got {value!r}, expected True or False")
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def check_tools(tools: object) -> list[dict[str, Any]] | None:

@@ -90,9 +90,11 @@ class SampleOutput:
         hidden_ids: frozenset[int] = frozenset(),
         single_call: bool = False,
         thinking_budget: int | None = None,
+        warns: bool = True,
     ) -> None:
         self._reader = reader
         self._thinking_budget = thinking_budget
+        self._warns = warns  # of empty answers. In a plain completion, thoughts are part of the text.
         self._hidden_ids = hidden_ids  # tokens without visible log-probabilities
         self._single_call = single_call
         self.token_ids: list[int] = []  # including the stop token
@@ -156,8 +158,10 @@ class SampleOutput:
     @property
     def warning(self) -> str:
         """The stop reason as a sentence, or an empty string."""
+        if not self._warns or self.finish_reason not in _ANSWERED:
+            return ""
         output = self._reader.output()
-        if self.finish_reason not in _ANSWERED or not output.num_thought_tokens or output.text.strip() or output.tool_calls:
+        if not output.num_thought_tokens or output.text.strip() or output.tool_calls:
             return ""
         how = "max_tokens was reached" if self.finish_reason == FinishReason.LENGTH else "the model ended its turn"
         count = f"{output.num_thought_tokens} token{'' if output.num_thought_tokens == 1 else 's'}"
@@ -205,8 +209,14 @@ def has_call(pieces: Sequence[OutputPiece]) -> bool:
 
 def plain_output(tokenizer: Tokenizer, request: Request, params: SamplingParams) -> SampleOutput:
     """Create the output for a sample of a plain completion. Everything the model writes is text."""
-    stop, min_tokens = tuple(params.stop or ()), params.min_tokens
-    return SampleOutput(PlainReader(tokenizer, end_ids=request.stop_token_ids, stop=stop, min_tokens=min_tokens))
+    reader = PlainReader(
+        tokenizer,
+        prompt_ids=request.prompt_token_ids,
+        end_ids=request.stop_token_ids,
+        stop=tuple(params.stop or ()),
+        min_tokens=params.min_tokens,
+    )
+    return SampleOutput(reader, thinking_budget=params.thinking_token_budget, warns=False)
 
 
 def chat_output(
@@ -219,13 +229,13 @@ def chat_output(
     calls_hold: bool = False,
     unmarked_calls: bool = False,
 ) -> SampleOutput:
-    """Create the output for a sample of a chat, which separates thoughts, text and tool calls.
+    """Create the output for a sample of a chat, which separates thoughts, text and tool calls. Without `tools`, calls are text.
 
     With `single_call`, the sample ends after its first tool call. With `calls_hold`, or a grammar for calls in `params`,
     calls are held to their form. With `unmarked_calls`, calls of `tools` count without the tokens around them, unless the
     answer has a form: a document may quote a call.
     """
-    form = params.structured_outputs
+    form, tools = params.structured_outputs, tuple(tools or ())
     holds_calls = isinstance(form, GrammarSpec) and form.on_call
     reader = ChatReader(
         tokenizer,
@@ -238,6 +248,8 @@ def chat_output(
         calls_hold=calls_hold or holds_calls,
         unmarked_calls=unmarked_calls and (form is None or holds_calls),
         free_tools=form.free_tools if isinstance(form, GrammarSpec) else (),
+        reads_calls=bool(tools),
+        single_call=single_call,
     )
     return SampleOutput(
         reader,

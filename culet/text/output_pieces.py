@@ -1,14 +1,22 @@
-"""The pieces of a sample's output, and the complete output."""
+"""The pieces of a sample's output, the complete output, and the tokens around thoughts, which are found and counted here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from msgspec import Struct
 
+from culet.text.tokenizer import Tokenizer
+
+OPENS, CLOSES, OPENS_CALL = "<|channel>", "<channel|>", "<|tool_call>"
+END_TOKENS = ("<|tool_response>", "<turn|>", "<eos>")
+_CLOSERS = (CLOSES, OPENS_CALL, *END_TOKENS)
+
 
 class TextPiece(Struct, frozen=True, gc=False):
-    """Part of the answer. `malformed` means that the text belongs to a tool call that could not be parsed."""
+    """Part of the answer. `malformed` means that the text is a tool call, which could not be parsed or has no tools."""
 
     text: str
     malformed: bool = False
@@ -61,7 +69,7 @@ class Output(Struct, frozen=True):
     text: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    num_malformed: int = 0  # tool calls that could not be parsed and became text
+    num_malformed: int = 0  # tool calls that became text
     num_thought_tokens: int = 0  # between the marks around thoughts, which is what a thinking budget counts
     has_ended: bool = False  # a token or a stop string ended the turn
     stop: str | None = None  # the stop string that ended it
@@ -78,3 +86,40 @@ def merge(first: OutputPiece, second: OutputPiece) -> OutputPiece | None:
             text = first.arguments_json + second.arguments_json
             return CallPart(first.index, first.id, first.name, text, first.is_first)
     return None
+
+
+class ThoughtCounter:
+    """Counts the tokens in the thoughts of an output, as a thinking budget does. The marks around thoughts do not count."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+        self.num_tokens = 0
+        self._opener, self._closers = _marks_of(tokenizer)
+        # Few prompts have a thought, and this is found much sooner than where it ends.
+        self._is_open = self._opener in prompt_ids and thought_start(tokenizer, prompt_ids) is not None
+
+    def push(self, token_id: int) -> None:
+        """Read the next token of the output."""
+        if not self._is_open:
+            self._is_open = token_id == self._opener
+        elif token_id in self._closers:
+            self._is_open = False
+        else:
+            self.num_tokens += 1
+
+
+def thought_start(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> int | None:
+    """Return the index of the first token inside the prompt's unclosed thought. Return None if no thought is open."""
+    opener, closers = _marks_of(tokenizer)
+    turn = tokenizer.token_id("<|turn>")
+    for index in range(len(prompt_ids) - 1, -1, -1):
+        if prompt_ids[index] in closers or prompt_ids[index] == turn:
+            return None
+        if prompt_ids[index] == opener:
+            return index + 1
+    return None
+
+
+@lru_cache(maxsize=4)  # for every sample, looking the names up would take longer than a token
+def _marks_of(tokenizer: Tokenizer) -> tuple[int | None, frozenset[int | None]]:
+    """Return the ids of the token that opens a thought and of those that end it."""
+    return tokenizer.token_id(OPENS), frozenset(map(tokenizer.token_id, _CLOSERS))

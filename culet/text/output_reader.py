@@ -11,7 +11,7 @@ at a time, so the result does not depend on how they are grouped. Streams and co
 - `<|tool_response>`, `<turn|>` and `<eos>` end the turn. Outside calls, other special tokens produce no text.
 - A tool call is reported when it is complete. Once its last brace is closed, it also counts if its end token is missing and
   another mark or the end of the output follows. A malformed call (bad syntax, no name or not closed) becomes text, including
-  its markup, and is flagged as malformed.
+  its markup, and is flagged as malformed. Without `reads_calls`, this holds for all calls.
 - With `calls_hold`, a grammar holds calls to their form. Then the parts of a call are reported as they are read, and a call
   that the output is cut in is reported as it is.
 - With `unmarked_calls`, `call:NAME{...}` in the text is also a call if NAME is a declared tool. Text is held back only while it
@@ -29,22 +29,34 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from functools import lru_cache
 
-from culet.text.output_pieces import CallPart, Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall, merge
+from culet.text.output_pieces import (
+    CLOSES,
+    END_TOKENS,
+    OPENS,
+    OPENS_CALL,
+    CallPart,
+    Output,
+    OutputPiece,
+    ReasoningPiece,
+    TextPiece,
+    ToolCall,
+    merge,
+    thought_start,
+)
 from culet.text.stops import StopMatcher
 from culet.text.tokenizer import IncrementalDecoder, Tokenizer
 from culet.text.tool_calls import CallReader
 
 LABEL = "thought"
 _LABEL_START = re.compile(r"[a-z]{0,24}")  # any prefix of a label
-_END_TOKENS = ("<|tool_response>", "<turn|>", "<eos>")
 _ROLE = "model\n"
 _CALL = "call:"
 
 
 class _Mark(Enum):
-    OPEN_CHANNEL = "<|channel>"
-    CLOSE_CHANNEL = "<channel|>"
-    OPEN_CALL = "<|tool_call>"
+    OPEN_CHANNEL = OPENS
+    CLOSE_CHANNEL = CLOSES
+    OPEN_CALL = OPENS_CALL
     CLOSE_CALL = "<tool_call|>"
     QUOTE = '<|"|>'
     END = "<eos>"
@@ -53,7 +65,7 @@ class _Mark(Enum):
 @lru_cache(maxsize=4)  # for every sample, looking the names up would take longer than a token
 def _marks_of(tokenizer: Tokenizer) -> dict[int, _Mark]:
     """Return the ids of all marks. Names that the vocabulary lacks are left out."""
-    names = {mark.value: mark for mark in _Mark} | dict.fromkeys(_END_TOKENS, _Mark.END)
+    names = {mark.value: mark for mark in _Mark} | dict.fromkeys(END_TOKENS, _Mark.END)
     ids = {name: tokenizer.token_id(name) for name in names}
     return {token_id: names[name] for name, token_id in ids.items() if token_id is not None}
 
@@ -77,7 +89,8 @@ class ChatReader:
     `schemas` maps tool names to the JSON schemas of their parameters (see `tool_schemas`), which decide what bare words mean.
     Tokens in `end_ids` also end the turn. With `ignore_end`, no token ends it. A `stop` string in the text ends the turn
     after the first `min_tokens` tokens. With `unmarked_calls`, calls of declared tools count without the tokens around them.
-    If `calls_hold`, a grammar holds calls to the schemas of their tools, except for `free_tools`.
+    If `calls_hold`, a grammar holds calls to the schemas of their tools, except for `free_tools`. With `single_call`, nothing
+    is read after the first call.
     """
 
     def __init__(
@@ -93,6 +106,8 @@ class ChatReader:
         calls_hold: bool = False,
         unmarked_calls: bool = False,
         free_tools: Collection[str] = (),
+        reads_calls: bool = True,
+        single_call: bool = False,
         make_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
         self._tokenizer = tokenizer
@@ -103,7 +118,7 @@ class ChatReader:
         self._schemas = schemas or {}
         self._ignore_end = ignore_end
         self._make_id = make_id
-        self._calls_hold = calls_hold
+        self._calls_hold, self._reads_calls, self._single_call = calls_hold, reads_calls, single_call
         # A held call has no bare strings, so its words mean what they say. Schemas would only be a source of errors.
         self._call_schemas = {name: self._schemas.get(name) for name in free_tools} if calls_hold else self._schemas
         self._stops = StopMatcher(stop, min_tokens)
@@ -129,9 +144,9 @@ class ChatReader:
         self._is_unmarked = False  # the current call was not opened by its token
         self._held_head = ""  # the end of the text, which may be the head of an unmarked call
         self._last_char = ""  # of the text since the last mark
-        opening = _open_channel(tokenizer, prompt_ids)
-        if opening is not None:
-            self._enter_channel(opening)
+        begin = thought_start(tokenizer, prompt_ids)
+        if begin is not None:
+            self._enter_channel(tokenizer.decode(prompt_ids[begin:]))
 
     @property
     def in_reasoning(self) -> bool:
@@ -191,7 +206,7 @@ class ChatReader:
         if mark is _Mark.END:
             self._end_turn()
         elif mark is _Mark.OPEN_CALL:
-            self._move(lambda: self._enter_call(token_id))
+            self._move(lambda: self._open_call(self._name(token_id)))
         elif mark is _Mark.OPEN_CHANNEL and not (self._state is _State.CALL and self._call.in_quotes):
             self._move(self._enter_channel)
         elif in_call:
@@ -335,10 +350,12 @@ class ChatReader:
 
     # Tool calls
 
-    def _enter_call(self, token_id: int) -> None:
+    def _open_call(self, opening: str) -> None:
         self._state, self._is_first = _State.CALL, False
         self._call = CallReader(self._call_schemas)
-        self._raw_call, self._call_json, self._call_id = [self._name(token_id)], [], ""
+        self._raw_call, self._call_json, self._call_id = [opening], [], ""
+        if not self._reads_calls:
+            self._break_call()
 
     def _read_in_call(self, token_id: int, mark: _Mark | None) -> None:
         """Read a special token inside a call. It may be the end of the call, a quote, or part of a string."""
@@ -373,6 +390,16 @@ class ChatReader:
             is_first, self._call_id = not self._call_id, self._call_id or self._make_id()
             part = CallPart(len(self._tool_calls), self._call_id, self._call.name or "", arguments_json, is_first)
             self._emit(part)
+        if self._call.next_call:
+            self._begin_next_call(self._call.next_call)
+
+    def _begin_next_call(self, head: str) -> None:
+        """Report the call, and read another that follows it as if it had marks of its own."""
+        opening = self._raw_call[0]
+        self._report_call()
+        if self._state is not _State.ENDED:
+            self._open_call(opening)
+            self._add(head)
 
     def _end_call(self) -> None:
         """Report the call if it is complete or partly reported already. If a call was cut before its arguments, drop it."""
@@ -390,7 +417,7 @@ class ChatReader:
         call = ToolCall(len(self._tool_calls), call_id, name, text, arguments, bool(self._call_id), is_complete)
         self._tool_calls.append(call)
         self._emit(call)
-        self._state = _State.TEXT
+        self._state = _State.ENDED if self._single_call else _State.TEXT
 
     def _break_call(self) -> None:
         """Treat the call as malformed, and return all of it as text, including what follows."""
@@ -443,7 +470,8 @@ class ChatReader:
             self._space.clear()
             self._emit_text(self._stops.flush())
             self._report_call()
-            self._enter_text()
+            if self._state is not _State.ENDED:
+                self._enter_text()
 
     def _give_up_unmarked(self) -> None:
         """Read what seemed to be a call as text."""
@@ -465,15 +493,3 @@ class ChatReader:
     def _take_pieces(self) -> list[OutputPiece]:
         pieces, self._pieces = self._pieces, []
         return pieces
-
-
-def _open_channel(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str | None:
-    """Return the text after the prompt's unclosed `<|channel>`. Return None if no channel is open."""
-    opener = tokenizer.token_id(_Mark.OPEN_CHANNEL.value)
-    closers = {tokenizer.token_id(name) for name in ("<channel|>", "<|tool_call>", "<|turn>", *_END_TOKENS)}
-    for index in range(len(prompt_ids) - 1, -1, -1):
-        if prompt_ids[index] in closers:
-            return None
-        if prompt_ids[index] == opener:
-            return tokenizer.decode(prompt_ids[index + 1 :])
-    return None

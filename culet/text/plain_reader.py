@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from culet.text.output_pieces import Output, OutputPiece, TextPiece
+from culet.text.output_pieces import Output, OutputPiece, TextPiece, ThoughtCounter
 from culet.text.stops import StopMatcher
 from culet.text.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class PlainReader:
-    """Reads the output of a plain completion, without thoughts or tool calls. Special tokens produce no text."""
+    """Reads the output of a plain completion. All of it is text, thoughts too, but special tokens produce no text.
+
+    The tokens in thoughts are counted. `prompt_ids` show whether the output starts inside one.
+    """
 
     in_reasoning = False
 
     def __init__(
-        self, tokenizer: Tokenizer, *, end_ids: Collection[int] = (), stop: Sequence[str] = (), min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_ids: Sequence[int] = (),
+        end_ids: Collection[int] = (),
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._decoder = IncrementalDecoder(tokenizer)
         self._stops = StopMatcher(stop, min_tokens)
+        self._thoughts = ThoughtCounter(tokenizer, prompt_ids)
         self._end_ids = frozenset(end_ids)
         self._texts: list[str] = []
         self.has_ended = False
@@ -35,6 +45,7 @@ class PlainReader:
             else:
                 text, self.has_ended = self._stops.push(self._decoder.push((token_id,)))
                 self._stops.count_token()
+                self._thoughts.push(token_id)
                 texts.append(text)
         return self._pieces("".join(texts))
 
@@ -48,7 +59,12 @@ class PlainReader:
 
     def output(self) -> Output:
         """Return everything read so far."""
-        return Output("".join(self._texts), has_ended=self.has_ended, stop=self._stops.matched)
+        return Output(
+            "".join(self._texts),
+            num_thought_tokens=self._thoughts.num_tokens,
+            has_ended=self.has_ended,
+            stop=self._stops.matched,
+        )
 
     def _flush(self) -> str:
         text, is_hit = self._stops.push(self._decoder.flush())

@@ -45,8 +45,8 @@ class RenderLimits:
 class Chat:
     """A conversation and how to render it. `options` are extra variables for the template.
 
-    With `parsed`, the arguments of tool calls are mappings. Otherwise they may also be JSON. `continued` is the text of the
-    last message if the answer continues it. There is no generation prompt then.
+    The arguments of tool calls are mappings or JSON. `continued` is the text of the last message if the answer continues it.
+    There is no generation prompt then.
     """
 
     messages: object
@@ -54,7 +54,6 @@ class Chat:
     add_generation_prompt: bool = True
     enable_thinking: bool = False
     options: Mapping[str, Any] | None = None
-    parsed: bool = True
     continued: str | None = None
 
 
@@ -151,7 +150,7 @@ class ChatTemplate:
     def render_chat(self, chat: Chat, stopper: Stopper | None = None) -> RenderedChat:
         """Return the prompt of a conversation. `stopper` ends the work from another thread."""
         tools = check_tools(chat.tools)
-        messages = check_messages(chat.messages, parsed=chat.parsed)
+        messages = check_messages(chat.messages)
         if chat.continued is not None:  # Templates trim each part of a message, but nothing inside a text.
             messages[-1]["content"] = chat.continued
         opens_turn = chat.add_generation_prompt and chat.continued is None

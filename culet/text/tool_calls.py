@@ -5,8 +5,8 @@ or a bare word such as a number, true, false or null. The caller recognizes quot
 like one is text. White space is allowed around names, keys, values and punctuation.
 
 Models also write a few other forms, more often after long prompts or if they are quantised. They are read as what they mean:
-`:NAME{...}` and `:call:NAME{...}`, parentheses as in `call:NAME(key=value)` and `call:NAME({key:value})`, and keys and values
-in ASCII quotes.
+`:NAME{...}` and `:call:NAME{...}`, parentheses as in `call:NAME(key=value)` and `call:NAME({key:value})`, keys and values in
+ASCII quotes, a comma after the last value, one brace too many at the end, and another call after the first (`next_call`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ _PREFIXES = ("call:", ":call:", ":")  # a longer one before those that it begins
 _MAX_NAME_CHARS = 256
 _MAX_NESTING = 64  # deeper values would overflow the stack of many JSON parsers
 _NAME = re.compile(r"""[^\s{}\[\],"'<>|]+""")
+_NEXT_CALL = re.compile(r"""[,;]?\s*(call:\s*[^\s{}()\[\],"'<>|]+\s*[{(].*)""", re.DOTALL)  # after a call and white space
+_NEXT_CALL_START = re.compile(r"""[,;]?\s*(|c|ca|cal|call|call:[^{}()\[\],"'<>|]*)""")
 _SPACE = re.compile(r"\s*")
 _HEAD_END = re.compile(r"[{(]")
 _KEY_END = re.compile(r"[{}\[\],:]")
@@ -46,7 +48,7 @@ class _State(Enum):
     STRING = auto()
     AFTER = auto()  # after a value, before a comma or the end of its object or array
     PARENTHESIS = auto()  # after the object in `call:NAME({...})`
-    DONE = auto()  # after the last brace
+    DONE = auto()  # after the last brace, where another call may follow
 
 
 class _Level:
@@ -81,10 +83,12 @@ class CallReader:
     def __init__(self, schemas: Mapping[str, object]) -> None:
         self.name: str | None = None  # known after the first brace
         self.fault: str | None = None
+        self.next_call = ""  # the head of the call that follows this one, if there is one. Then this one is complete.
         self._schemas = schemas
         self._state = _State.HEAD
         self._levels: list[_Level] = []
         self._is_wrapped = False  # the arguments are an object in parentheses
+        self._may_repeat_brace = False
         self._word: list[str] = []  # pieces of the current name, key or bare value
         self._json: list[str] = []  # JSON from the current push
         self._readers: dict[_State, Callable[[str, int], int]] = {
@@ -106,8 +110,8 @@ class CallReader:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last brace is closed and only white space follows."""
-        return self._state is _State.DONE and self.fault is None
+        """Whether the last brace is closed and only white space or another call follows."""
+        return self._state is _State.DONE and self.fault is None and not self._word
 
     @property
     def in_quotes(self) -> bool:
@@ -131,7 +135,7 @@ class CallReader:
         elif self._state is _State.QUOTED_KEY:
             self._state = _State.COLON
         elif self._state in (_State.VALUE, _State.FIRST_ITEM):
-            self._json.append('"')
+            self._json.append(self._comma() + '"')
             self._state = _State.STRING
         elif self._state in (_State.FIRST_KEY, _State.KEY) and not "".join(self._word).strip():
             self._word.clear()
@@ -201,6 +205,8 @@ class CallReader:
         if match.group() in ":=" and key:
             unquoted = unquote(key)
             self._begin_value(key if unquoted is None else unquoted)
+        elif not key and match.group() == self._levels[-1].closer and self._levels[-1].num_items:  # after a last comma
+            self._close()
         else:
             self.fault = "no key" if not key else f"{match.group()} after a key"
         return match.end()
@@ -232,7 +238,11 @@ class CallReader:
         if not char:
             return position
         if char in "{[":
+            self._json.append(self._comma())
             self._open(char, self._levels[-1].inner())
+            return position + 1
+        if char == "]" and not self._levels[-1].has_keys and self._levels[-1].num_items:  # after a last comma
+            self._close()
             return position + 1
         if char in "}]," or char == self._levels[-1].closer:
             self.fault = f"{char} instead of a value"
@@ -244,7 +254,7 @@ class CallReader:
         self._word.append(text[position : match.start() if match else len(text)])
         if match is None:
             return len(text)
-        self._json.append(bare_json(self._take_word().strip(), self._levels[-1].inner().types()))
+        self._json.append(self._comma() + bare_json(self._take_word().strip(), self._levels[-1].inner().types()))
         self._end_value()
         return match.start()
 
@@ -265,7 +275,6 @@ class CallReader:
         position = _skip_space(text, position)
         char, level = text[position : position + 1], self._levels[-1]
         if char == ",":
-            self._json.append(",")
             self._state = _State.KEY if level.has_keys else _State.VALUE
         elif char == level.closer:
             self._close()
@@ -283,14 +292,30 @@ class CallReader:
         return position + 1
 
     def _read_rest(self, text: str, position: int) -> int:
-        if text[position:].strip():
+        if not self._word:
+            position = _skip_space(text, position)
+            if text[position : position + 1] == "}" and self._may_repeat_brace:
+                self._may_repeat_brace = False
+                return position + 1
+        self._word.append(text[position:])
+        rest = "".join(self._word)
+        if not rest:
+            self._word.clear()
+        elif found := _NEXT_CALL.fullmatch(rest):
+            self.next_call = found[1]
+            self._word.clear()
+        elif not _NEXT_CALL_START.fullmatch(rest) or len(rest) > len(_PREFIXES[0]) + _MAX_NAME_CHARS:
             self.fault = "text after the arguments"
         return len(text)
 
     def _begin_value(self, key: str) -> None:
-        self._levels[-1].key = key
-        self._json.append(json.dumps(key, ensure_ascii=False) + ":")
-        self._state = _State.VALUE
+        level = self._levels[-1]
+        self._json.append(("," if level.num_items else "") + json.dumps(key, ensure_ascii=False) + ":")
+        level.key, self._state = key, _State.VALUE
+
+    def _comma(self) -> str:
+        """Return the comma before a value, which is known to be there only now. In objects, it comes with the key."""
+        return "" if self._levels[-1].has_keys or not self._levels[-1].num_items else ","
 
     def _end_value(self) -> None:
         self._levels[-1].num_items += 1
@@ -306,11 +331,13 @@ class CallReader:
         self._state = _State.FIRST_KEY if level.has_keys else _State.FIRST_ITEM
 
     def _close(self) -> None:
-        self._json.append("}" if self._levels.pop().has_keys else "]")
+        level = self._levels.pop()
+        self._json.append("}" if level.has_keys else "]")
         if self._levels:
             self._end_value()
         else:
             self._state = _State.PARENTHESIS if self._is_wrapped else _State.DONE
+            self._may_repeat_brace = level.closer == "}" and not self._is_wrapped
 
 
 def _is_escaped(pieces: list[str]) -> bool:

@@ -99,9 +99,11 @@ async def prepare(
     `tool_choice` is auto, none, required, or `=NAME` for the tool that must be called. With `constrain_tool_calls`, or if the
     server says so, the calls of `auto` are held to the tools. `unmarked_tool_calls` also accepts calls without the tokens
     around them. `continued` is the text of the last message if the answer continues it. A form then holds for both together.
-    With `clamp`, a `max_tokens` that exceeds the context is lowered.
+    With `clamp`, a `max_tokens` that exceeds the context is lowered. A thinking budget of 0 turns thinking off.
     """
     service.require_ready()
+    if params.thinking_token_budget == 0:
+        enable_thinking = False
     await check_chat(service, messages, tools)
     names = [tool["function"]["name"] for tool in tools]
     if tool_choice.startswith("=") and tool_choice[1:] not in names:

@@ -69,9 +69,7 @@ class PromptEncoder:
 
         def encode(taken: TakenMedia, stopper: Stopper) -> list[int]:
             self._check_size((taken.messages, tools), limit)
-            chat = Chat(
-                taken.messages, _plain(tools), add_generation_prompt, thinking, options, parsed=False, continued=continued
-            )
+            chat = Chat(taken.messages, _plain(tools), add_generation_prompt, thinking, options, continued=continued)
             rendered = self._template.render_chat(chat, stopper)
             if stopper.is_stopped:  # the client has left
                 return []

@@ -120,7 +120,7 @@ def test_abort(llm: AsyncLLM) -> None:
         return result
 
     result = asyncio.run(run())
-    assert (result.finished, result.finish_reason) == (True, "cancel")
+    assert (result.finished, result.finish_reason) == (True, "abort")
     assert 0 < len(result.token_ids) < 400
 
 

@@ -13,6 +13,7 @@ from culet.cli.chat import Conversation
 from culet.cli.chat_screen import Screen
 from culet.config import BUILT_IN, ScheduleConfig
 from culet.engine.requests import RequestRules
+from culet.errors import BadRequest
 from culet.media.reader import MediaReader
 from culet.media.spec import MediaSpec
 from culet.models.checkpoint import open_checkpoint
@@ -84,6 +85,58 @@ def test_tool_calls_come_parsed(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (result.text, result.finish_reason) == ("", "tool_calls")
     streamed = [call for delta in llm.stream(HELLO, tools=TOOLS) for call in delta.tool_calls]
     assert [(call.name, call.arguments) for call in streamed] == [(call.name, call.arguments)]
+
+
+def test_without_tools_a_call_is_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = scripted(folder, monkeypatch, CALL)
+    for tools in (None, []):
+        [result] = llm.chat(HELLO, tools=tools)
+        assert (result.text, result.tool_calls) == (CALL.removesuffix("<|tool_response>"), ())
+        assert (result.finish_reason, result.stop_reason) == ("stop", None)
+        assert "".join(delta.text for delta in llm.stream(HELLO, tools=tools)) == result.text
+
+
+def test_a_budget_of_zero_turns_thinking_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = scripted(folder, monkeypatch, "Good day.<turn|>")
+    budgets = [SamplingParams(thinking_token_budget=budget) for budget in (0, 1)]
+    none, some = llm.chat([HELLO, HELLO], budgets, enable_thinking=True)
+    assert none.prompt_token_ids == llm.chat(HELLO)[0].prompt_token_ids
+    assert some.prompt_token_ids == llm.chat(HELLO, chat_template_kwargs={"enable_thinking": True})[0].prompt_token_ids
+    assert none.prompt_token_ids != some.prompt_token_ids
+    stream = llm.stream(HELLO, budgets[0], enable_thinking=True)
+    assert stream._job.request.prompt_token_ids == none.prompt_token_ids
+
+
+def test_arguments_of_earlier_calls_may_be_json(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = scripted(folder, monkeypatch, "Sunny.<turn|>")
+    prompts = []
+    for arguments in ({"city": "Paris"}, '{"city": "Paris"}'):
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        talk = [*HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "sun"}]
+        prompts.append(llm.chat(talk, tools=TOOLS)[0].prompt_token_ids)
+    assert prompts[0] == prompts[1]
+
+
+def test_what_is_not_sampling_params_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = scripted(folder, monkeypatch, "Hi.<turn|>")
+    bad: Any
+    for bad, kind in (({"max_tokens": 3}, "dict"), ("x", "str"), ([{"max_tokens": 3}], "dict"), (3, "int")):
+        for call in (lambda bad=bad: llm.generate("Hi", bad), lambda bad=bad: llm.chat(HELLO, bad)):
+            with pytest.raises(BadRequest, match=f"sampling_params: got {kind}, expected SamplingParams"):
+                call()
+    bad = {"max_tokens": 3}
+    with pytest.raises(BadRequest, match="expected SamplingParams"):
+        llm.stream("Hi", bad)
+    for options in ({"bogus": 1}, {"enable_thinking": "false"}):
+        with pytest.raises(BadRequest, match="chat_template_kwargs"):
+            llm.chat(HELLO, chat_template_kwargs=options)
+
+
+def test_results_have_ids(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = scripted(folder, monkeypatch, "Hi.<turn|>")
+    ids = [result.request_id for result in [*llm.generate(["a", "b"]), *llm.chat(HELLO)]]
+    assert len(set(ids)) == 3
+    assert all(ids)
 
 
 def test_calls_without_marks_on_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

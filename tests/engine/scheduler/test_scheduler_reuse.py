@@ -90,7 +90,7 @@ def test_the_next_sample_computes_the_prompt_when_the_first_is_cancelled() -> No
     drive.scheduler.cancel("a", 0)
     drive.run()
     drive.check_end()
-    assert [drive.told["a", sample].finish_reason for sample in range(3)] == ["cancel", "length", "length"]
+    assert [drive.told["a", sample].finish_reason for sample in range(3)] == ["abort", "length", "length"]
 
 
 # Prefix reuse

@@ -47,6 +47,18 @@ def test_calls_of_auto_fit_their_schema(tiny: Running, mark: Callable[[str], str
     assert "<|tool_call>" in choice["message"]["content"]
 
 
+def test_without_tools_a_call_is_text(tiny: Running, mark: Callable[[str], str]) -> None:
+    fields: Any = {"messages": HELLO, "max_tokens": 8, "logit_bias": {mark("<|tool_call>"): 100.0}}
+    (choice,) = tiny.chat(**fields).json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("<|tool_call>" * 8, "length")
+    assert "tool_calls" not in choice["message"]
+    answer = tiny.http.post("/v1/messages", json=fields).json()
+    assert answer["content"] == [{"type": "text", "text": "<|tool_call>" * 8}]
+    body = {"input": "Hello", "max_output_tokens": 8, "logit_bias": fields["logit_bias"]}
+    answer = tiny.http.post("/v1/responses", json=body).json()
+    assert answer["output"][0]["content"][0]["text"] == "<|tool_call>" * 8
+
+
 def test_tools_that_cannot_be_held_still_work(fake: Running) -> None:
     """Their schemas are too large for a grammar, so `auto` allows any arguments and `required` is refused."""
     many = {"type": "object", "properties": {f"key{index}": {"type": "string"} for index in range(450)}}
@@ -158,6 +170,37 @@ def test_budgets_in_chat(tiny: Running, mark: Callable[[str], str], fields: dict
     assert details["reasoning_tokens"] == budget
     assert details["thinking_budget_reached"] is (budget > 0)  # nothing was thought with a budget of 0
     assert answer["usage"]["completion_tokens"] == 40
+
+
+def test_a_budget_of_zero_turns_thinking_off(tiny: Running) -> None:
+    """Then the prompt is the one without thoughts, whatever else the request says."""
+
+    def num_prompt(**fields: Any) -> int:
+        answer = tiny.http.post("/v1/chat/completions", json={"model": "gemma", "messages": HELLO, "max_tokens": 1, **fields})
+        return int(answer.json()["usage"]["prompt_tokens"])
+
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+    off, on = num_prompt(), num_prompt(**thinks)
+    assert off != on == num_prompt(**thinks, thinking_token_budget=1)
+    for fields in (thinks, {"reasoning_effort": "low"}, {"reasoning": {"enabled": True}}):
+        assert num_prompt(**fields, thinking_token_budget=0) == off
+    assert num_prompt(**thinks, reasoning={"max_tokens": 0}) == off
+    body: Any = {"model": "gemma", "messages": HELLO, "max_tokens": 1, "thinking": {"type": "adaptive"}}
+    messages = tiny.http.post("/v1/messages", json={**body, "thinking_token_budget": 0}).json()
+    body = {"model": "gemma", "messages": HELLO, "stream": False, "options": {"num_predict": 1}, "think": True}
+    ollama = tiny.http.post("/api/chat", json={**body, "thinking_token_budget": 0}).json()
+    assert [sum(messages["usage"][f"{kind}input_tokens"] for kind in ("", "cache_read_")), ollama["prompt_eval_count"]] == [
+        off
+    ] * 2
+
+
+def test_completions_say_whether_the_budget_was_reached(tiny: Running, mark: Callable[[str], str]) -> None:
+    body = {"model": "gemma", "prompt": "Hello", "max_tokens": 40, "temperature": 1.0, "seed": 1, "logit_bias": biased(mark)}
+    for budget, reached in ((7, True), (0, False), (None, False)):
+        usage = tiny.http.post("/v1/completions", json={**body, "thinking_token_budget": budget}).json()["usage"]
+        details = usage["completion_tokens_details"]
+        assert details["thinking_budget_reached"] is reached
+        assert details["reasoning_tokens"] == budget if budget is not None else details["reasoning_tokens"] > 7
 
 
 def test_efforts_are_budgets(folder: Any, mark: Callable[[str], str]) -> None:

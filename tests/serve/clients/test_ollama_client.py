@@ -112,6 +112,12 @@ def test_thoughts_tools_and_results(agent: Running, stream: bool) -> None:
     assert ask([*HELLO, first, *results]).content == "It is sunny."
 
 
+def test_without_tools_a_call_is_text(agent: Running) -> None:
+    answers = [client(agent).generate("gemma", "Hello", think=True) for _ in range(2)]
+    (answer,) = [answer for answer in answers if answer.thinking == "Which city?"]
+    assert (answer.response, answer.done_reason) == (f"Let me see.{CALL}{CALL}", "stop")
+
+
 def test_results_reach_the_prompt(tiny: Running) -> None:
     """A result with and without the tool's name gives the same prompt."""
     call = {"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}

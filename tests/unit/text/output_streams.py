@@ -8,7 +8,7 @@ import json
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from culet.text.output_pieces import ReasoningPiece, TextPiece, ToolCall, merge
+from culet.text.output_pieces import CallPart, ReasoningPiece, TextPiece, ToolCall, merge
 from culet.text.output_reader import ChatReader
 
 MARKS = ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>']
@@ -87,10 +87,12 @@ def check(pieces, output):
     """Check that the pieces agree with the output."""
     assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == output.text
     assert "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece)) == output.reasoning
-    assert not any(piece.text == "" for piece in pieces if not isinstance(piece, ToolCall))
+    assert not any(piece.text == "" for piece in pieces if isinstance(piece, TextPiece | ReasoningPiece))
     assert tuple(piece for piece in pieces if isinstance(piece, ToolCall)) == output.tool_calls
     assert [call.index for call in output.tool_calls] == list(range(len(output.tool_calls)))
     for call in output.tool_calls:
+        parts = [piece.arguments_json for piece in pieces if isinstance(piece, CallPart) and piece.index == call.index]
+        assert "".join(parts) == (call.arguments_json if call.has_parts else "")
         assert json.loads(call.arguments_json) == call.arguments
     is_flagged = any(piece.malformed for piece in pieces if isinstance(piece, TextPiece))
     assert is_flagged == (output.num_malformed > 0)

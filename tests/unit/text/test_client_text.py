@@ -218,17 +218,17 @@ def call_with(arguments: object) -> list[dict[str, Any]]:
 def test_arguments_may_be_json_text(template):
     values = {"b": [1, "x<y"], "a": None}
     expected = template.render_chat(Chat(call_with(values)))
-    assert template.render_chat(Chat(call_with(json.dumps(values)), parsed=False)) == expected
-    assert template.render_chat(Chat(call_with(json.dumps(values, indent=2)), parsed=False)) == expected
+    assert template.render_chat(Chat(call_with(json.dumps(values)))) == expected
+    assert template.render_chat(Chat(call_with(json.dumps(values, indent=2)))) == expected
     for bad, problem in (("{", "not valid JSON"), ("[1]", "got list"), ("3", "got int"), ("[" * 50_000, "not valid JSON")):
         with pytest.raises(BadRequest, match=rf"messages\[1\].tool_calls\[0\].function.arguments: {problem}"):
-            template.render_chat(Chat(call_with(bad), parsed=False))
+            template.render_chat(Chat(call_with(bad)))
 
 
 def test_half_surrogates_cannot_pass_as_marks(template):
     """Marks are halves of surrogate pairs, so a client must not be able to send any."""
     with pytest.raises(BadRequest, match="half of a surrogate pair"):
-        template.render_chat(Chat(call_with('{"a": "\\udc00"}'), parsed=False))
+        template.render_chat(Chat(call_with('{"a": "\\udc00"}')))
     with pytest.raises(BadRequest, match="cannot convert them to JSON"):
         template.render_chat(Chat([{"role": "user", "content": "\udc00"}]))
 
@@ -239,7 +239,7 @@ def test_line_breaks_in_raw_json_do_not_begin_another_request(template):
     raw = msgspec.Raw(b'{"a":\n1,\r\n"b":\n2}')
     expected = template.render_chat(Chat(call_with({"a": 1, "b": 2})))
     for _ in range(2):
-        assert template.render_chat(Chat(call_with(raw), parsed=False)) == expected
+        assert template.render_chat(Chat(call_with(raw))) == expected
 
 
 def test_error_messages_show_the_text_itself(tokenizer):

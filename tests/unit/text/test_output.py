@@ -28,16 +28,19 @@ def make_request(tokenizer: Tokenizer, params: SamplingParams, prompt: str = "hi
     return Request("r", tuple(tokenizer.encode(prompt)), sampling, 1, 100, stop_ids | frozenset(params.stop_token_ids))
 
 
+WEATHER = [{"type": "function", "function": {"name": "weather"}}]
+
+
 def chat(
-    tokenizer: Tokenizer, *, prompt: str = "hi", tools: Any = None, single_call: bool = False, **params: Any
+    tokenizer: Tokenizer, *, prompt: str = "hi", tools: Any = WEATHER, single_call: bool = False, **params: Any
 ) -> SampleOutput:
     given = SamplingParams(**params)
     return chat_output(tokenizer, make_request(tokenizer, given, prompt), given, tools=tools, single_call=single_call)
 
 
-def plain(tokenizer: Tokenizer, **params: Any) -> SampleOutput:
+def plain(tokenizer: Tokenizer, *, prompt: str = "hi", **params: Any) -> SampleOutput:
     given = SamplingParams(**params)
-    return plain_output(tokenizer, make_request(tokenizer, given), given)
+    return plain_output(tokenizer, make_request(tokenizer, given, prompt), given)
 
 
 def feed(
@@ -83,6 +86,39 @@ def test_a_plain_completion_is_all_text(tokenizer: Tokenizer) -> None:
     assert "".join(delta.text for delta in deltas) == "thought\nhmcall:weather{city:Paris}"
     assert not any(delta.reasoning or delta.tool_calls for delta in deltas)
     assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("yes", 0),
+        ("<|channel>abc<channel|>yes", 3),
+        ("<|channel>abc<channel|>yes<|channel>de<channel|>", 5),
+        ("<|channel>abc", 3),
+        ("<|channel>abc<|tool_call>yes", 3),
+        ("<|channel>abc<turn|>", 3),
+        ("<channel|>yes", 0),
+    ],
+)
+@pytest.mark.parametrize("prompt", ["hi", "<|channel>", "<|channel>a<channel|>hi"])
+def test_plain_completions_count_thoughts_as_chats_do(tokenizer: Tokenizer, prompt: str, text: str, count: int) -> None:
+    both = [make(tokenizer, prompt=prompt, thinking_token_budget=3) for make in (plain, chat)]
+    for output in both:
+        feed(output, tokenizer.encode(text), end=FinishReason.LENGTH)
+        assert output.is_thought_out is (output.output().num_thought_tokens >= 3)
+    found = [output.output().num_thought_tokens for output in both]
+    assert found[0] == found[1]
+    assert prompt == "<|channel>" or found[0] == count
+    assert both[0].warning == ""
+
+
+def test_without_tools_a_call_is_text(tokenizer: Tokenizer) -> None:
+    for tools in (None, []):
+        output = chat(tokenizer, tools=tools)
+        deltas = feed(output, tokenizer.encode(f"<|channel>hm<channel|>Well.{CITY}{CITY} Yes.<turn|>"), end=FinishReason.STOP)
+        assert "".join(delta.text for delta in deltas) == output.output().text == f"Well.{CITY}{CITY} Yes."
+        assert (output.output().tool_calls, output.finish_reason, output.output().reasoning) == ((), "stop", "hm")
+        assert output.warning == ""
 
 
 @pytest.mark.parametrize("make", [chat, plain])
@@ -136,7 +172,7 @@ def test_a_single_call_ends_the_sample(tokenizer: Tokenizer, size: int) -> None:
 def test_tools_decide_what_bare_words_mean(tokenizer: Tokenizer) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"zip": {"type": "string"}}}}}]
     ids = tokenizer.encode("<|tool_call>call:f{zip:7}<tool_call|>")
-    typed, untyped = chat(tokenizer, tools=tools), chat(tokenizer)
+    typed, untyped = chat(tokenizer, tools=tools), chat(tokenizer, tools=[{"function": {"name": "f"}}])
     for output in (typed, untyped):
         feed(output, ids, end=FinishReason.STOP)
     assert typed.output().tool_calls[0].arguments == {"zip": "7"}

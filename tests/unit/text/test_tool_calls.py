@@ -120,10 +120,9 @@ def test_arguments_come_as_soon_as_they_are_certain(tokenizer):
         ("a", "a"),
         ("b", "b"),
         (Q, '"'),
-        (",", ","),
-        (":", '"n":'),
-        (",", "12,"),
-        (":", '"l":'),
+        (":", ',"n":'),  # only now it is known that the comma was not the last one
+        (",", "12"),
+        (":", ',"l":'),
         ("[", "["),
         ("]", "]"),
         ("}", "}"),
@@ -220,6 +219,53 @@ def test_a_quoted_number_is_a_string(tokenizer):
     assert arguments(tokenizer, 'a:"5"', {"properties": {"a": {"type": "integer"}}}) == {"a": "5"}
 
 
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ("a:1,", {"a": 1}),
+        ("a:1 , ", {"a": 1}),
+        (f"a:{Q}x{Q},", {"a": "x"}),
+        ("a:[1,]", {"a": [1]}),
+        (f"a:[{Q}x{Q}, ],b:{{c:[[],{{}},],}},", {"a": ["x"], "b": {"c": [[], {}]}}),
+        (f"{Q}a{Q}:1,", {"a": 1}),
+    ],
+)
+def test_a_comma_after_the_last_value(tokenizer, body, value):
+    assert arguments(tokenizer, body) == arguments(tokenizer, body, calls_hold=True) == value
+    (call,) = answer(tokenizer, f"<|tool_call>call:f({body})<tool_call|>").tool_calls
+    assert call.arguments == value
+
+
+@pytest.mark.parametrize("end", ["<tool_call|>", "", "<turn|>"])
+def test_one_brace_too_many(tokenizer, end):
+    for body in ("{a:1}}", "{a:1} }\n", "{a:{b:1}}}", "{}}", "{a:1,}}"):
+        output = answer(tokenizer, f"<|tool_call>call:f{body}{end}")
+        assert (len(output.tool_calls), output.text) == (1, "")
+
+
+@pytest.mark.parametrize("between", ["", " ", "\n", ",", ", ", ";\n", "}", "} ,\n"])
+@pytest.mark.parametrize("size", [1, 2, 1000])
+def test_several_calls_between_two_marks(tokenizer, between, size):
+    calls = between.join([f"call:f{{a:{Q}x{Q}}}", "call:g{b:[1,2]}", "call:f{}"])
+    ids = tokenizer.encode(f"see <|tool_call>{calls}<tool_call|> yes")
+    for options in ({}, {"calls_hold": True}):
+        output = read(tokenizer, ids, range(0, len(ids), size), **options)[1]
+        assert [(call.name, call.arguments) for call in output.tool_calls] == [
+            ("f", {"a": "x"}),
+            ("g", {"b": [1, 2]}),
+            ("f", {}),
+        ]
+        assert output.text == "see  yes"
+    only = read(tokenizer, ids, range(0, len(ids), size), single_call=True)[1]
+    assert ([call.name for call in only.tool_calls], only.text) == (["f"], "see ")
+
+
+def test_a_broken_call_after_another_is_text(tokenizer):
+    output = answer(tokenizer, "<|tool_call>call:f{a:1}call:g{b}<tool_call|>")
+    assert [call.arguments for call in output.tool_calls] == [{"a": 1}]
+    assert (output.text, output.num_malformed) == ("<|tool_call>call:g{b}<tool_call|>", 1)
+
+
 # Malformed calls
 
 MALFORMED = [
@@ -244,14 +290,29 @@ MALFORMED = [
     "call:f{a:}",
     "call:f{a:,b:1}",
     "call:f{:1}",
-    "call:f{a:1,}",
+    "call:f{a:1,,}",
     "call:f{,}",
-    "call:f{a:[1,]}",
+    "call:f{a:[,]}",
+    "call:f{a:[1,,]}",
+    "call:f{a:[1,}",
+    "call:f{a:1,]",
     "call:f{a:[1}",
     "call:f{a:1]",
     "call:f{a:b{c:1}}",
     "call:f{a:1",
-    "call:f{a:1}}",
+    "call:f{a:1}}}",
+    "call:f{a:1}]",
+    "call:f(a:1))",
+    "call:f(a:1)}",
+    "call:f{a:1},",
+    "call:f{a:1}ca",
+    "call:f{a:1} call:",
+    "call:f{a:1}call:g",
+    "call:f{a:1}call:two words{}",
+    "call:f{a:1}, call me{}",
+    "call:f{a:1}call:g}",
+    "call:f{a:1}call:" + "g" * 300,
+    "call:f{a:1},,call:g{}",
     "call:f{a:1} and more",
     f"call:f{{a:{Q}open",
     f"call:f{{a:{Q}x{Q}y}}",

@@ -31,12 +31,12 @@ from culet.serve.api.ollama.protocol import (
     with_images,
 )
 from culet.serve.api.openai.chat import tool_fields
-from culet.serve.generation import Generation, Origin
+from culet.serve.generation import Generation, Origin, TokenCounts
 from culet.serve.http_errors import OLLAMA_PATHS, error_body, reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
 from culet.text.output import OutputDelta, plain_output
-from culet.text.output_pieces import ToolCall
+from culet.text.output_pieces import ReasoningPiece, TextPiece, ToolCall
 from culet.types import SamplingParams
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
@@ -191,15 +191,15 @@ class _Lines:
         return encoder.encode({**head, **self.fields(text, thinking, calls), "done": False}) + b"\n"
 
     def write(self, index: int, generation: Generation, deltas: Sequence[OutputDelta]) -> bytes:
-        """Return a line for the new text, one for the new thoughts, and at the end one for all tool calls."""
+        """Return lines for the new thoughts, the new text, and each tool call that is complete now, in order."""
         lines = []
-        for delta in deltas:
-            if thinking := delta.reasoning:
-                lines.append(self.line(thinking=thinking))
-            if text := delta.text:
-                lines.append(self.line(text))
-            if delta.finish_reason is not None and (calls := generation.samples[0].output().tool_calls):
-                lines.append(self.line(calls=calls))
+        for piece in (piece for delta in deltas for piece in delta.pieces):
+            if isinstance(piece, ReasoningPiece):
+                lines.append(self.line(thinking=piece.text))
+            elif isinstance(piece, TextPiece):
+                lines.append(self.line(piece.text))
+            elif isinstance(piece, ToolCall) and piece.is_complete:
+                lines.append(self.line(calls=[piece]))
         return b"".join(lines)
 
     def end(self, generations: Sequence[Generation]) -> bytes:
@@ -210,7 +210,8 @@ class _Lines:
         """Return the fields that tell how the answer ended, what it cost and how long it took."""
         sample, counts = generation.samples[0], generation.token_counts()
         now = time.perf_counter()
-        waited_s = (sample.first_token_at or now) - self._began_at - generation.queue_s
+        waited_s = max(0.0, (sample.first_token_at or now) - self._began_at - generation.queue_s)
+        prompt_s, eval_s = _split(waited_s, sample.last_token_at - sample.first_token_at, counts)
         warning = {"warning": sample.warning} if sample.warning else {}
         return {
             "model": self._model,
@@ -220,9 +221,9 @@ class _Lines:
             "total_duration": _nanoseconds(now - self._began_at),
             "load_duration": 0,
             "prompt_eval_count": counts.num_prompt,
-            "prompt_eval_duration": _nanoseconds(waited_s),
+            "prompt_eval_duration": _nanoseconds(prompt_s),
             "eval_count": counts.num_generated,
-            "eval_duration": _nanoseconds(sample.last_token_at - sample.first_token_at),
+            "eval_duration": _nanoseconds(eval_s),
             **warning,
         }
 
@@ -230,6 +231,18 @@ class _Lines:
         """Return the answer to a request without a prompt, which only asks that the model be loaded."""
         head = {"model": self._model, "created_at": _now(), "done": True, "done_reason": "load"}
         return json_response({**head, **self.fields("")})
+
+
+def _split(waited_s: float, rest_s: float, counts: TokenCounts) -> tuple[float, float]:
+    """Return the time for the prompt and for the answer. The first token was drawn in a step that also computed the prompt.
+
+    It counts as much as each of the others, or if they all came at once, as much as a token of the prompt.
+    """
+    if not counts.num_generated:
+        return waited_s, 0.0
+    num_steps = counts.num_generated - 1 if rest_s else counts.num_prompt - counts.num_cached + 1
+    first_s = min(waited_s, (rest_s or waited_s) / max(1, num_steps))
+    return waited_s - first_s, rest_s + first_s
 
 
 def _nanoseconds(seconds: float) -> int:

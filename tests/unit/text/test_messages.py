@@ -1,0 +1,84 @@
+"""What becomes of messages before a template sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from culet.errors import BadRequest
+from culet.text.messages import read_template_options
+from culet.text.template import ChatTemplate
+
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatTemplate]:
+    folder: Path = tmp_path_factory.mktemp("none")
+    template = ChatTemplate.of_checkpoint(folder, empty_thought=False)
+    yield template
+    template.close()
+
+
+def names(template: ChatTemplate, calls: list[tuple[str | None, str]], results: list[dict[str, str]]) -> list[str]:
+    """Return the names that the results have in the prompt."""
+    given: list[Any] = [{"function": {"name": name, "arguments": {}}} | ({"id": id_} if id_ else {}) for id_, name in calls]
+    answers = [{"role": "tool", "content": "r", **result} for result in results]
+    text = template.render([USER, {"role": "assistant", "tool_calls": given}, *answers])
+    return [part.partition("{")[0] for part in text.split("response:")[1:]]
+
+
+@pytest.mark.parametrize(
+    ("calls", "results", "expected"),
+    [
+        ("1f 1g", "1 1", "f g"),  # calls that share an id
+        ("1f 1g 2h", "2 1 1", "h f g"),
+        ("1f 1g", "1 1 1", "f g g"),
+        ("1f 2g", "8 9", "f g"),  # results whose ids are unknown
+        ("1f 2g", "2 9", "g f"),
+        ("1f 2g", "9 1", "g f"),
+        ("1f 2g", "1 1", "f f"),  # a second result of the same call
+        ("1f 2g", "7 8 9", "f g unknown"),
+        ("-f -g -h", "- - -", "f g h"),
+        ("1f 2g 3h", "-g - -", "g f h"),  # a name
+        ("1f 2f 3g", "-f - -", "f f g"),
+        ("1f 2g", "9other -", "other f"),
+    ],
+)
+def test_results_belong_to_calls(template: ChatTemplate, calls: str, results: str, expected: str) -> None:
+    """A call is its id and its name, a result the id of its call and perhaps a name. `-` means no id."""
+    made = [(call[0] if call[0] != "-" else None, call[1:]) for call in calls.split()]
+    given = []
+    for result in results.split():
+        known = {"tool_call_id": result[0], "name": result[1:]}
+        given.append({key: value for key, value in known.items() if value and value != "-"})
+    assert names(template, made, given) == expected.split()
+
+
+@pytest.mark.parametrize("fields", [{"content": None}, {}, {"content": None, "tool_calls": []}, {"content": ""}])
+@pytest.mark.parametrize("thought", [None, "Hm."])
+def test_an_assistant_may_say_nothing(template: ChatTemplate, fields: dict[str, Any], thought: str | None) -> None:
+    thoughts = {} if thought is None else {"reasoning_content": thought}
+    empty = {"role": "assistant", **fields, **thoughts}
+    text = template.render([USER, empty, USER])
+    assert text == template.render([USER, {"role": "assistant", "content": "", **thoughts}, USER])
+    assert "<|turn>model\n<turn|>\n" in text
+    # After the last message of a user, the model sees its thought.
+    assert ("Hm." in template.render([USER, empty])) is (thought is not None)
+
+
+def test_the_options_of_templates_are_checked() -> None:
+    assert read_template_options(None) == {}
+    assert read_template_options({"enable_thinking": None, "preserve_thinking": True}) == {"preserve_thinking": True}
+    bad: Any
+    for bad, problem in (
+        ({"bogus": 1}, "chat_template_kwargs: got 'bogus', expected enable_thinking or preserve_thinking"),
+        ({"enable_thinking": "false"}, "chat_template_kwargs.enable_thinking: got 'false', expected True or False"),
+        ("x", "chat_template_kwargs: got str, expected a mapping"),
+    ):
+        with pytest.raises(BadRequest) as caught:
+            read_template_options(bad)
+        assert caught.value.message == problem
