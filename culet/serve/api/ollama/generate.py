@@ -130,6 +130,9 @@ async def _prepare_chat(service: Service, body: OllamaChatRequest) -> PreparedCh
         messages,
         params,
         tools=[tool_fields(tool) for tool in body.tools or ()],
+        constrain_tool_calls=body.constrain_tool_calls,
+        unmarked_tool_calls=body.unmarked_tool_calls,
+        single_call=body.parallel_tool_calls is False,
         enable_thinking=read_thinking(service, body).is_on,
         continued=prefilled(messages[-1]),
         clamp=True,  # Ollama does the same
