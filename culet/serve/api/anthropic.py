@@ -42,7 +42,7 @@ from culet.serve.api.fields import (
     sampling_params,
     thinking_of,
 )
-from culet.serve.api.refused import Refused
+from culet.serve.api.refused import Refused, refuse_unsupported
 from culet.serve.generation import Generation
 from culet.serve.http_errors import error_body, reply_to
 from culet.serve.service import Service
@@ -198,6 +198,8 @@ async def count_tokens(service: Service, request: Request) -> Response:
     body = await read_body(service, request, Conversation)
     service.check_model(body.model)
     choice = body.tool_choice
+    for index, tool in enumerate(body.tools or ()):
+        refuse_unsupported(tool, f"tools[{index}].")
     tools = [] if choice is not None and choice.type == "none" else _tools(body)
     await check_chat(service, body.messages, tools)
     messages = _openai_messages(body)

@@ -100,9 +100,12 @@ def test_the_server(folder: Path, expected: tuple[int, ...]) -> None:
         with server.openai().completions.create(model="gemma", **fields_of(fields), stream=True) as stream:
             streamed = [token_id for chunk in stream for token_id in chunk.choices[0].token_ids]  # type: ignore[attr-defined]
         assert streamed == list(expected)
+        guided = complete(guided_choice=["a"])
+        assert guided.json()["error"]["param"] == "guided_choice"
         for answer in (
             complete(prompt="Hello"),
             complete(stop=["end"]),
+            guided,
             server.chat(),
             server.http.post("/tokenize", json={"prompt": "Hello"}),
             server.http.post("/detokenize", json={"tokens": PROMPT}),

@@ -272,6 +272,14 @@ def test_the_smaller_of_two_lengths_counts(fake: Running) -> None:
             assert fake.http.post(path, json={**body, **fields}).json()["usage"][usage] == 3, (api, fields)
 
 
+def test_requests_that_generate_nothing_refuse_fields_too(fake: Running) -> None:
+    tools = [{**CUSTOM, "input_examples": [{}]}]
+    counted = fake.http.post("/v1/messages/count_tokens", json={"messages": HELLO, "tools": tools})
+    assert (counted.status_code, "tools[0].input_examples: not supported" in counted.text) == (400, True)
+    status, problem = send(fake, "ollama chat", {"messages": [], "prompt": "Hello"})
+    assert (status, problem) == (400, "prompt: not supported (hint: use messages)")
+
+
 def test_any_max_tokens_of_messages_is_lowered(fake: Running) -> None:
     assert send(fake, "messages", {"max_tokens": 10**10}) == (200, "")
 

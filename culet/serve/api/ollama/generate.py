@@ -93,6 +93,7 @@ async def chat(service: Service, request: Request) -> Response:
     body = await read_body(service, request, OllamaChatRequest)
     lines = _Lines(find_model(service, body.model), began_at, _message_fields)
     if not body.messages:  # a request to load the model
+        read_params(service, body)  # refuses a `prompt`, which would be ignored
         return lines.nothing()
     prepared = await _prepare_chat(service, body)
     open_generation = partial(prepared.open, CHAT, origin_of(request, cache_salt=body.cache_salt))
