@@ -73,9 +73,10 @@ class RequestRules:
         """Fill in every default. Raise if the request cannot be served. `items` are the content of the spans `media`."""
         prompt = check_token_ids(prompt_token_ids, self.vocab_size)
         if not self.has_text:
-            for name, needs_text in (("stop", params.stop), ("structured_outputs", params.structured_outputs)):
-                if needs_text:
-                    raise no_tokenizer(f"{name}: it applies to text")
+            if params.stop:
+                raise no_tokenizer("stop: it applies to text")
+            if params.structured_outputs is not None:
+                raise no_tokenizer(f"{params.structured_outputs.spec().field}: it applies to text")
             if params.thinking_token_budget is not None:
                 raise no_tokenizer("thinking_token_budget: thoughts are found by the names of the tokens around them")
         stop_token_ids = params.stop_token_ids or ()
@@ -124,9 +125,9 @@ class RequestRules:
         max_tokens = requested or limit - prompt_len
         if prompt_len + max_tokens > limit:
             raise ContextTooLong(
-                f"{prompt_len} prompt tokens + {max_tokens} max_tokens = {prompt_len + max_tokens}, "
+                f"{prompt_len} prompt tokens + {max_tokens} output tokens = {prompt_len + max_tokens}, "
                 f"but the context holds only {limit}",
-                hint=f"set max_tokens to at most {limit - prompt_len}, shorten the prompt, or raise --max-model-len",
+                hint=f"ask for at most {limit - prompt_len} output tokens, shorten the prompt, or raise --max-model-len",
             )
         return max_tokens
 

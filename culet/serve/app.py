@@ -47,6 +47,7 @@ MODULES = (
     "culet.serve.metrics",
     "culet.serve.web_page",
 )
+_PATTERN = re.compile(r":\w+}")  # of a name in a path, such as {name:path}
 _Handle = Callable[[Request], Coroutine[Any, Any, Response]]
 _REFERENCE = "#/components/schemas/{name}"
 _ERROR = {
@@ -70,7 +71,8 @@ def create_app(service: Service) -> ASGIApp:
     for endpoint in endpoints:
         _add(app, fixed, service, endpoint)
     _document(app, endpoints)
-    paths = ", ".join(sorted({endpoint.path for endpoint in endpoints}))
+    working = {_PATTERN.sub("}", endpoint.path) for endpoint in endpoints if not endpoint.only_refuses}
+    paths = ", ".join(sorted({*working, app.openapi_url or "/"}))
     for kind in (CuletError, HTTPException, ClientGone, Exception):
         app.add_exception_handler(kind, partial(_defer_error, paths))
     origins = [origin.strip() for origin in service.settings.allowed_origins.split(",") if origin.strip()]

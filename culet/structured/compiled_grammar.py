@@ -74,7 +74,7 @@ def compile_grammar(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
     if matcher.is_error():
         if is_json:  # the original has the plainer message
             matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
-        raise GrammarFault(_explain(matcher.get_error(), spec.kind))
+        raise GrammarFault(_explain(matcher.get_error(), spec))
     if spec.prefix:
         _advance(matcher, vocabulary.tokenize_bytes(spec.prefix.encode("utf-8", "replace")))
     return matcher
@@ -128,7 +128,7 @@ def _source(spec: GrammarSpec) -> str:
             }
             return LLMatcher.grammar_from_json_schema(spec.text, overrides=options)
     except Exception as error:  # the library raises many kinds of errors for bad text
-        raise GrammarFault(_explain(str(error), spec.kind)) from error
+        raise GrammarFault(_explain(str(error), spec)) from error
     raise GrammarFault(f"unknown kind {spec.kind!r}")
 
 
@@ -141,10 +141,11 @@ def alternatives(texts: Sequence[str]) -> str:
     return " | ".join(json.dumps(text) for text in texts)
 
 
-def _explain(text: str, kind: str) -> str:
+def _explain(text: str, spec: GrammarSpec) -> str:
     """Return an llguidance error for the client who sent the grammar. Places only help where the text is the client's own."""
     line = _TOKEN_AT.sub("", " ".join(_EXCERPT.sub("", text).split()))
-    line = _PLACE.sub(r"line \1, column \2: " if kind == "lark" else "", line, count=1)
+    is_own = spec.kind == "lark" and is_lark_syntax(spec.text)  # GBNF is translated, and its lines move
+    line = _PLACE.sub(r"line \1, column \2: " if is_own else "", line, count=1)
     for pattern, words in _PLAINER:
         line = pattern.sub(words, line)
     return shorten(line[:1].lower() + line[1:])

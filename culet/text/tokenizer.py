@@ -217,8 +217,11 @@ class IncrementalDecoder:
         return self._utf8.decode(b"", final=True)
 
 
-def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """Return a prompt of token ids as a tuple of ints. Raise if an id has no embedding."""
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, where: str = "prompt", begin: int = 0) -> tuple[int, ...]:
+    """Return a prompt of token ids as a tuple of ints. Raise if an id has no embedding.
+
+    `where` is their field, for errors, and `begin` the place of the first of them there.
+    """
     if token_ids and set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
         return tuple(token_ids)  # fast path for the usual case
     checked = []
@@ -228,8 +231,8 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...
         except TypeError:
             value = -1
         if not 0 <= value < vocab_size:
-            raise BadRequest(f"prompt[{index}]: got {token_id!r}, expected a token id from 0 to {vocab_size - 1}")
+            raise BadRequest(f"{where}[{begin + index}]: got {token_id!r}, expected a token id from 0 to {vocab_size - 1}")
         checked.append(value)
     if not checked:
-        raise BadRequest("prompt: got no tokens, expected at least one")
+        raise BadRequest(f"{where}: got no tokens, expected at least one")
     return tuple(checked)

@@ -104,6 +104,11 @@ def check_two_turns(client: anthropic.Anthropic, stream: bool) -> None:
     talk: Any = [*HELLO, {"role": "assistant", "content": content}, {"role": "user", "content": results}]
     second = ask(messages=talk)
     assert second.content[0].text == "It is sunny."
+    silent = ask(thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"})
+    assert [block.type for block in silent.content] == kinds
+    assert (silent.content[0].thinking, silent.content[1].text) == ("", "Let me see.")
+    content[0]["thinking"] = ""
+    assert ask(messages=talk).content[0].text == "It is sunny."
     counted = client.messages.count_tokens(model="gemma", messages=talk, tools=[WEATHER])
     assert counted.input_tokens > client.messages.count_tokens(model="gemma", messages=HELLO).input_tokens + 20
 

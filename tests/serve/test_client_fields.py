@@ -323,11 +323,19 @@ def test_tokenizer_info_and_ping(fake: Running) -> None:
 def test_an_unknown_path_lists_the_paths(fake: Running) -> None:
     response = fake.http.post("/v1/chat/completion", json={})
     assert response.status_code == 404
-    assert "/v1/chat/completions, " in response.json()["error"]["message"]
+    paths = response.json()["error"]["message"].partition("the paths are ")[2].removesuffix(")").split(", ")
+    assert {"/v1/chat/completions", "/openapi.json", "/v1/models/{name}", "/api/chat"} <= set(paths)
+    assert not {"/api/pull", "/api/embed"} & set(paths), "they only explain why they are not supported"
+    assert not [path for path in paths if ":" in path]
 
 
 def test_token_ids_are_returned_on_request(fake: Running, encode: Callable[[str], list[int]]) -> None:
     body = {"prompt": "Hello", "max_tokens": 64}
     (choice,) = fake.http.post("/v1/completions", json={**body, "return_token_ids": True}).json()["choices"]
     assert choice["token_ids"] == encode(f"{ANSWER}<turn|>")
+    (echoed,) = fake.http.post("/v1/completions", json={**body, "return_token_ids": True, "echo": True}).json()["choices"]
+    assert echoed["prompt_token_ids"] == encode("<bos>Hello")
+    assert (echoed["token_ids"], echoed["text"]) == (choice["token_ids"], f"Hello{ANSWER}")
+    events = fake.http.post("/v1/completions", json={**body, "return_token_ids": True, "echo": True, "stream": True}).text
+    assert events.count('"prompt_token_ids":[') == 1
     assert "token_ids" not in fake.http.post("/v1/completions", json=body).json()["choices"][0]

@@ -270,6 +270,46 @@ def test_tokenize_and_detokenize(fake: Running) -> None:
     assert rendered.startswith("<bos><|turn>user\nHello<turn|>\n<|turn>model\n")
 
 
+def test_a_chat_is_counted_as_it_is_answered(fake: Running) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    counts = set()
+    for fields in (
+        {},
+        {"tools": [tool]},
+        {"tools": [tool], "tool_choice": "none"},
+        {"reasoning_effort": "low"},
+        {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning": {"enabled": True}},
+    ):
+        body = {"messages": HELLO, "temperature": 0, **fields}
+        count = fake.http.post("/tokenize", json=body).json()["count"]
+        assert count == fake.http.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"], fields
+        counts.add(count)
+    assert len(counts) == 3
+
+
+@pytest.mark.parametrize(
+    "fields", [{"chat_template": "x"}, {"enable_thinking": True}, {"system": "x"}, {"extra_body": {"n": 2}}]
+)
+def test_fields_that_would_change_the_tokens_are_refused(fake: Running, fields: dict[str, Any]) -> None:
+    answer = fake.http.post("/tokenize", json={"messages": HELLO, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, *fields)
+    neutral = {"chat_template": None, "enable_thinking": False, "system": "", "extra_body": {}, "stop_sequences": ["x"]}
+    assert fake.http.post("/tokenize", json={"messages": HELLO, **neutral}).status_code == 200
+
+
+def test_texts_of_tokens(fake: Running) -> None:
+    text = "A cut gem. " * 600  # more than one step
+    answer = fake.http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert "".join(answer["token_strs"]) == f"<bos>{text}"
+    assert len(answer["token_strs"]) == answer["count"] == len(answer["tokens"])
+    assert fake.http.post("/tokenize", json={"prompt": text}).json()["token_strs"] is None
+    plain = fake.http.post("/detokenize", json={"tokens": answer["tokens"], "skip_special_tokens": True}).json()
+    assert plain["prompt"] == text
+    bad = fake.http.post("/detokenize", json={"tokens": [*answer["tokens"], 4000000]}).json()["error"]
+    assert bad["param"] == f"tokens[{answer['count']}]"
+
+
 def test_thinking_is_off_by_default(fake: Running) -> None:
     def has_thought(fields: dict[str, Any]) -> bool:
         tokens = fake.http.post("/tokenize", json={"messages": HELLO, **fields}).json()["tokens"]

@@ -279,7 +279,11 @@ def tool_of(schema: Any) -> Any:
             {"tools": tool_of({"properties": {"a": {"type": 5}}})},
             "tools[0]: in its schema, properties.a.type is a number, expected a string or a list of strings",
         ),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type: got 'web_search', expected function"),
+        (
+            {"tools": [{"type": "web_search"}]},
+            "tools[0].type: got 'web_search', expected function (hint: the server runs no tools itself, so declare a function, "
+            "and run it in the client)",
+        ),
         ({"tool_choice": "sometimes"}, "tool_choice: got 'sometimes', expected one of: auto, none, required"),
         (
             {"messages": [{"role": "user", "content": [{"type": "odd"}]}]},
@@ -294,6 +298,10 @@ def tool_of(schema: Any) -> Any:
         (
             {"guided_grammar": 'start: "a" )'},
             "guided_grammar: line 1, column 12: expecting rule, token or statement",
+        ),
+        (  # GBNF is translated, so a line of the translation would mislead
+            {"grammar": '# a\n\n\nroot ::= "a" x\nx ::= "b"{5,2}'},
+            "grammar: range end must be >= start, got (5, 2)",
         ),
         (
             {"structured_outputs": {"json": {"not": {"const": 1}}}},

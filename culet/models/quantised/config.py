@@ -85,10 +85,23 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
 
     Google's QAT weights in bfloat16 carry a quantization_config without a method. Their weights are plain.
     """
+    _check_towers(config)
     found = _find(config)
-    if found is None:
-        return None
-    key, values = found
+    return None if found is None else _read(config, *found)
+
+
+def _check_towers(config: Mapping[str, Any]) -> None:
+    """Raise if a tower for images or audio says that its weights are quantised."""
+    for tower in ("vision_config", "audio_config"):
+        section = config.get(tower)
+        given = section if isinstance(section, Mapping) else {}
+        for key in CONFIG_KEYS:
+            if given.get(key) is not None and _read(config, f"{tower}.{key}", given[key]) is not None:
+                raise _error(config, f"{tower}.{key}", "Culet reads only towers with plain weights")
+
+
+def _read(config: Mapping[str, Any], key: str, values: object) -> Quantisation | None:
+    """Read what the config has under one of CONFIG_KEYS."""
     if not isinstance(values, Mapping):
         raise _error(config, key, f"got {type(values).__name__}, expected an object")
     method = values.get("quant_method")

@@ -16,6 +16,7 @@ from typing import Any
 from culet.limits import Limits
 from culet.serve.http_errors import HttpError
 
+_NOT_STORED = "it was deleted, never stored, or dropped for space or age; --limits stored=N,stored_mb=N,stored_s=N keeps more"
 _MESSAGE_BYTES = 1024  # what the containers of a message take in memory, at most
 
 
@@ -96,7 +97,7 @@ class StoredResponses:
         owner = self._owners.get(key)
         response = None if owner is None else owner.responses.get(response_id)
         if owner is None or response is None:
-            hint = "it was deleted, dropped or never stored" if self.is_enabled else "start the server with --store-responses"
+            hint = _NOT_STORED if self.is_enabled else "start the server with --store-responses"
             raise HttpError(404, f"the response {response_id[:100]!r} is not stored", hint=hint, code="response_not_found")
         response.used_at = self._clock()
         owner.responses.move_to_end(response_id)

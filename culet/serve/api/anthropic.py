@@ -29,6 +29,7 @@ from culet.serve.api.anthropic_blocks import (
 from culet.serve.api.chat_request import PreparedChat, check_chat, prefilled, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
 from culet.serve.api.fields import (
+    MAX_TOKENS,
     Count,
     Effort,
     SamplingFields,
@@ -41,7 +42,7 @@ from culet.serve.api.fields import (
     sampling_params,
     thinking_of,
 )
-from culet.serve.api.refused import Refused
+from culet.serve.api.refused import Refused, refuse_unsupported
 from culet.serve.generation import Generation
 from culet.serve.http_errors import error_body, reply_to
 from culet.serve.service import Service
@@ -70,6 +71,8 @@ class AnthropicTool(Struct):
     input_schema: Schema
     description: Text | None = None
     type: Literal["custom"] | None = None
+    input_examples: Refused = UNSET
+    defer_loading: Refused = UNSET
 
 
 class AnthropicToolChoice(Struct):
@@ -85,6 +88,7 @@ class ThinkingChoice(Struct):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None
+    display: Literal["summarized", "omitted"] | None = None  # with omitted, thinking blocks have no text
 
 
 class OutputFormat(Struct):
@@ -97,6 +101,7 @@ class OutputFormat(Struct):
 class OutputConfig(Struct):
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # sets the server's thinking budget for this level
+    task_budget: Refused = UNSET
 
 
 class ContextEdit(Struct):
@@ -126,7 +131,7 @@ class Conversation(SamplingFields, kw_only=True):
 class MessagesRequest(Conversation, kw_only=True):
     """The body of POST /v1/messages."""
 
-    max_tokens: Count
+    max_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)]  # lowered to what the context has room for
     stop_sequences: Annotated[list[StopText], Meta(max_length=1024)] | None = None
     stream: bool = False
     output_config: OutputConfig | None = None
@@ -175,14 +180,15 @@ async def messages(service: Service, request: Request) -> Response:
     origin = origin_of(request, cache_salt=body.cache_salt)
     prepared = await _prepare(service, body)
     open_generation = partial(prepared.open, ENDPOINT, origin)
+    shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
     if body.stream:
-        writer = _Writer(model)
+        writer = _Writer(model, shows_thoughts)
         return EventStream(service, [open_generation], writer.write, end=writer.end, write_error=_error_event)
     (generation,) = await run_all(request, [open_generation])
     sample = generation.samples[0]
     output = sample.output()
     reason, stop = _stop_of(sample.finish_reason, output)
-    answer = AnthropicAnswer(_new_id(), model, _blocks(output), reason, stop, _usage(generation))
+    answer = AnthropicAnswer(_new_id(), model, _blocks(output, shows_thoughts), reason, stop, _usage(generation))
     answer.warning = sample.warning or UNSET
     return json_response(answer)
 
@@ -192,6 +198,8 @@ async def count_tokens(service: Service, request: Request) -> Response:
     body = await read_body(service, request, Conversation)
     service.check_model(body.model)
     choice = body.tool_choice
+    for index, tool in enumerate(body.tools or ()):
+        refuse_unsupported(tool, f"tools[{index}].")
     tools = [] if choice is not None and choice.type == "none" else _tools(body)
     await check_chat(service, body.messages, tools)
     messages = _openai_messages(body)
@@ -217,7 +225,7 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
     params = sampling_params(
         service,
         body,
-        max_tokens=body.max_tokens,
+        max_tokens=min(body.max_tokens, MAX_TOKENS),
         more_stops=body.stop_sequences or (),
         thinking_budget=thinking_of(service, effort=effort, budget=budget).budget,
         form=_form(body, config),
@@ -226,6 +234,8 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
     names = {"any": "required", "none": "none", "auto": "auto"}
     if choice is not None and choice.type == "tool" and choice.name is None:
         raise BadRequest("tool_choice.name: the name of a tool is required")
+    if choice is not None and choice.type == "any" and not body.tools:
+        raise BadRequest("tool_choice: got 'any', but the request has no tools")
     await check_chat(service, body.messages, ())
     messages = _openai_messages(body)
     return await prepare(
@@ -329,7 +339,7 @@ def _from_model(blocks: Sequence[Block], where: str) -> dict[str, Any]:
         message["tool_calls"] = calls
     if texts or not calls:
         message["content"] = "".join(texts)  # they are parts of one answer
-    if thoughts:
+    if any(thoughts):
         message["reasoning_content"] = "\n".join(thoughts)
     return message
 
@@ -354,10 +364,10 @@ def _usage(generation: Generation) -> AnthropicUsage:
     return AnthropicUsage(num_new, counts.num_generated, counts.num_cached, thinking_budget_reached=counts.is_thought_out)
 
 
-def _blocks(output: Output) -> list[dict[str, Any]]:
+def _blocks(output: Output, shows_thoughts: bool) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if output.reasoning:
-        blocks.append({"type": "thinking", "thinking": output.reasoning, "signature": ""})
+        blocks.append({"type": "thinking", "thinking": output.reasoning if shows_thoughts else "", "signature": ""})
     if output.text:
         blocks.append({"type": "text", "text": output.text})
     calls = [call for call in output.tool_calls if call.is_complete]
@@ -371,8 +381,8 @@ def _event(name: str, **fields: Any) -> bytes:
 class _Writer:
     """Writes one answer as events. Only one block is open at a time. A piece of another block closes it."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, model: str, shows_thoughts: bool) -> None:
+        self._model, self._shows_thoughts = model, shows_thoughts
         self._num_blocks = 0
         self._open: str | None = None  # the kind of the open block
         self._has_begun = False
@@ -393,7 +403,7 @@ class _Writer:
     def _events_of(self, piece: OutputPiece) -> list[bytes]:
         if isinstance(piece, ReasoningPiece):
             start = self._switch("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            return [*start, self._delta(type="thinking_delta", thinking=piece.text)]
+            return [*start, self._delta(type="thinking_delta", thinking=piece.text)] if self._shows_thoughts else start
         if isinstance(piece, TextPiece):
             start = self._switch("text", {"type": "text", "text": ""})
             return [*start, self._delta(type="text_delta", text=piece.text)]

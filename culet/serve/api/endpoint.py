@@ -27,6 +27,8 @@ _decoders: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
 SMALL_BODY = 64 << 10  # decoded at once, whatever is in it
 _MAX_PROBLEM_CHARS = 500  # of an error message, which may quote the client's own text
 _OTHER_VALUE = re.compile(r"invalid (?:enum )?value (.*)", re.DOTALL)
+_TOOL_TYPE = re.compile(r"tools\[\d+\]\.type")
+_OTHER_TOOL = "the server runs no tools itself, so declare a function, and run it in the client"
 # The decoder holds the GIL, so two at a time would only stop the event loop for longer.
 decoding_thread = ThreadPoolExecutor(1, "decode")
 
@@ -36,7 +38,7 @@ class Endpoint:
     """One path and method. To refuse a request, `handle` raises a CuletError, which the middleware turns into a reply.
 
     `body` and `answer` are the structs of the request and the answer in the OpenAPI document. `body_type` is the content type
-    that requests must have.
+    that requests must have. An endpoint that `only_refuses` explains why the server lacks it.
     """
 
     method: str
@@ -45,6 +47,7 @@ class Endpoint:
     body: type[Struct] | None = None
     answer: type[Struct] | None = None
     body_type: str = "application/json"
+    only_refuses: bool = False
 
 
 async def read_body(service: Service, request: Request, kind: type[T]) -> T:
@@ -77,7 +80,8 @@ def decode(kind: type[T], body: bytes | bytearray) -> T:
         problem = f"{problem[:1].lower()}{problem[1:_MAX_PROBLEM_CHARS]}"
         if (value := _OTHER_VALUE.match(problem)) is not None and (choices := _choices_at(kind, path)):
             problem = f"got {value[1]}, expected {'one of: ' if len(choices) > 1 else ''}{', '.join(choices)}"
-        raise BadRequest(f"{path or 'body'}: {problem}") from None
+        hint = _OTHER_TOOL if _TOOL_TYPE.fullmatch(path) else ""
+        raise BadRequest(f"{path or 'body'}: {problem}", hint=hint) from None
     except (msgspec.DecodeError, UnicodeError) as error:
         raise BadRequest(f"body: not valid JSON: {error}") from None
     except RecursionError:

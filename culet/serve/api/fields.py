@@ -157,6 +157,11 @@ class SamplingFields(UnsupportedFields, kw_only=True):
     stream_options: StreamOptions | None = None
 
 
+def shortest(*lengths: int | None) -> int | None:
+    """Return the smallest of the most tokens that a request asks for under several names, or None."""
+    return min((length for length in lengths if length is not None), default=None)
+
+
 def check_single(fields: SamplingFields) -> None:
     """Raise if `n` is above 1. Some APIs return exactly one answer per request."""
     if fields.n is not None and fields.n > 1:

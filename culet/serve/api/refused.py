@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
@@ -24,23 +24,20 @@ else:
 _NEUTRAL = (b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""', b"-1", b"-1.0")
 _NO_LIMIT = (b"null", b"-1")  # where 0 would be a limit
 _ON_BY_DEFAULT = (b"null", b"true")
+_ONE = (b"null", b"1", b"1.0")
 _NEUTRAL_OF = {
-    "length_penalty": (b"null", b"1", b"1.0"),
     "best_of": (b"null", b"0", b"1"),
+    "repeat_last_n": (b"null", b"-1"),  # penalties count the whole context
     "modalities": (b"null", b"[]", b'["text"]'),
     "function_call": (b"null", b'""', b'"none"', b'"auto"'),
     "tool_choice": (b"null", b'""', b'"auto"'),
-    "typical_p": (b"null", b"1", b"1.0"),
-    "tfs_z": (b"null", b"1", b"1.0"),
-    "repeat_penalty": (b"null", b"1", b"1.0"),
-    "skip_special_tokens": _ON_BY_DEFAULT,
-    "include_reasoning": _ON_BY_DEFAULT,
-    "separate_reasoning": _ON_BY_DEFAULT,
-    "parse_tool_calls": _ON_BY_DEFAULT,
-    "add_generation_prompt": _ON_BY_DEFAULT,
-    **dict.fromkeys(("prompt_logprobs", "thinking_budget", "max_tool_calls"), (b"null",)),
+    **dict.fromkeys(("n", "num_beams", "length_penalty", "typical_p", "tfs_z", "repeat_penalty", "repetition_penalty"), _ONE),
+    **dict.fromkeys(("do_sample", "skip_special_tokens", "include_reasoning", "separate_reasoning"), _ON_BY_DEFAULT),
+    **dict.fromkeys(("parse_tool_calls", "add_generation_prompt"), _ON_BY_DEFAULT),
+    **dict.fromkeys(("prompt_logprobs", "thinking_budget", "max_tool_calls", "web_search_options"), (b"null",)),
+    **dict.fromkeys(("format", "json_schema"), (b"null", b'""')),  # an empty schema is any JSON
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed"), (b"null",)),
-    **dict.fromkeys(("reasoning_budget", "thinking_budget_tokens"), _NO_LIMIT),
+    **dict.fromkeys(("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget"), _NO_LIMIT),
     **dict.fromkeys(("n_predict", "num_predict", "max_tokens", "max_new_tokens"), _NO_LIMIT),
     **dict.fromkeys(("max_output_tokens", "max_completion_tokens"), _NO_LIMIT),
     "reasoning_format": (b"null", b'""', b'"auto"', b'"deepseek"'),  # thoughts are in reasoning_content
@@ -49,6 +46,11 @@ _NEUTRAL_OF = {
 }
 _SWITCHES = ("enable_thinking", "think")  # of thoughts, so the server's default changes nothing
 _HINTS = {
+    "do_sample": "set temperature to 0 instead",
+    "n": "send several requests",
+    "repeat_last_n": "omit the field, because penalties always count the whole context",
+    **dict.fromkeys(("extra_body", "sampling_params", "parameters"), "put its fields into the body itself"),
+    "input_ids": "send token ids as the prompt of /v1/completions",
     "chat_template": "the server sets the template with --chat-template",
     "truncation": "omit the field, and send a conversation that fits the context",
     "return_token_ids": "omit the field; only /v1/completions returns token ids",
@@ -59,24 +61,24 @@ _HINTS = {
 }
 # Supported fields that do the same as a refused one, best first.
 _INSTEAD = {
-    "enable_thinking": ("chat_template_kwargs.enable_thinking",),
+    "enable_thinking": ("chat_template_kwargs.enable_thinking", "think"),
+    "chat_template_kwargs": ("think",),
     "think": ("chat_template_kwargs.enable_thinking",),
-    "thinking": ("thinking_token_budget",),
+    "thinking": ("think", "thinking_token_budget"),
     "thinking_budget": ("thinking_token_budget",),
     "thinking_budget_tokens": ("thinking_token_budget",),
     "reasoning_budget": ("thinking_token_budget",),
-    "reasoning": ("thinking", "thinking_token_budget"),
+    "reasoning": ("thinking", "think", "thinking_token_budget"),
     "reasoning_effort": ("output_config.effort", "think", "thinking_token_budget"),
-    "stop_sequences": ("stop",),
-    "max_completion_tokens": ("max_output_tokens", "max_tokens"),
-    "max_output_tokens": ("max_completion_tokens", "max_tokens"),
-    "max_new_tokens": ("max_completion_tokens", "max_output_tokens", "max_tokens"),
-    "num_predict": ("options.num_predict", "max_completion_tokens", "max_output_tokens", "max_tokens"),
-    "n_predict": ("options.num_predict", "max_completion_tokens", "max_output_tokens", "max_tokens"),
-    "max_tokens": ("options.num_predict", "num_predict"),
+    "stop_sequences": ("stop", "options.stop"),
+    **dict.fromkeys(
+        ("max_completion_tokens", "max_output_tokens", "max_new_tokens", "num_predict", "n_predict", "max_tokens"),
+        ("options.num_predict", "num_predict", "max_completion_tokens", "max_output_tokens", "max_tokens"),
+    ),
     "min_new_tokens": ("min_tokens",),
     "max_tool_calls": ("parallel_tool_calls",),
-    "repeat_penalty": ("repetition_penalty",),
+    "repeat_penalty": ("repetition_penalty", "options.repeat_penalty"),
+    "repetition_penalty": ("repeat_penalty", "options.repeat_penalty"),
     "format": ("text.format", "output_config.format", "response_format"),
     "json_schema": ("text.format", "output_config.format", "format", "response_format"),
     "response_format": ("format",),
@@ -89,8 +91,14 @@ _INSTEAD = {
     "messages": ("input", "prompt"),
     "prompt": ("messages", "input"),
     "functions": ("tools",),
-    "function_call": ("tool_choice",),
-    **{name: (f"options.{name}",) for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop")},
+    "function_call": ("tool_choice", "tool_calls"),  # of a request, and of a message
+    **{
+        name: (f"options.{name}",)
+        for name in (
+            *("temperature", "top_p", "top_k", "min_p", "seed", "stop"),
+            *("presence_penalty", "frequency_penalty", "repeat_last_n"),
+        )
+    },
 }
 
 
@@ -101,6 +109,8 @@ class UnsupportedFields(FormAliases, kw_only=True):
     """
 
     # Sampling
+    do_sample: Refused = UNSET
+    num_beams: Refused = UNSET
     allowed_token_ids: Refused = UNSET
     bad_words: Refused = UNSET
     best_of: Refused = UNSET
@@ -110,6 +120,8 @@ class UnsupportedFields(FormAliases, kw_only=True):
     typical_p: Refused = UNSET
     tfs_z: Refused = UNSET
     repeat_penalty: Refused = UNSET
+    repeat_last_n: Refused = UNSET
+    repetition_detection: Refused = UNSET
     no_repeat_ngram_size: Refused = UNSET
     top_a: Refused = UNSET
     top_n_sigma: Refused = UNSET
@@ -124,6 +136,9 @@ class UnsupportedFields(FormAliases, kw_only=True):
     logits_processors: Refused = UNSET
     custom_logit_processor: Refused = UNSET
     options: Refused = UNSET  # Ollama's
+    sampling_params: Refused = UNSET  # SGLang's
+    parameters: Refused = UNSET  # TGI's
+    extra_body: Refused = UNSET  # a client sends its fields, so that a body has it only by mistake
     # Lengths and ends
     n_predict: Refused = UNSET
     num_predict: Refused = UNSET
@@ -131,6 +146,7 @@ class UnsupportedFields(FormAliases, kw_only=True):
     max_new_tokens: Refused = UNSET
     max_output_tokens: Refused = UNSET
     max_completion_tokens: Refused = UNSET
+    t_max_predict_ms: Refused = UNSET
     stop_sequences: Refused = UNSET
     stop_regex: Refused = UNSET
     no_stop_trim: Refused = UNSET
@@ -175,11 +191,13 @@ class UnsupportedFields(FormAliases, kw_only=True):
     messages: Refused = UNSET
     prompt: Refused = UNSET
     input: Refused = UNSET
+    input_ids: Refused = UNSET
     system: Refused = UNSET
     instructions: Refused = UNSET
     prompt_embeds: Refused = UNSET
     documents: Refused = UNSET
     truncate_prompt_tokens: Refused = UNSET
+    context_management: Refused = UNSET
     add_special_tokens: Refused = UNSET
     add_generation_prompt: Refused = UNSET
     continue_final_message: Refused = UNSET
@@ -199,39 +217,70 @@ class UnsupportedFields(FormAliases, kw_only=True):
     lora_path: Refused = UNSET
 
 
-def refuse_unsupported(fields: Struct, prefix: str = "", *, thinks: bool = False) -> None:
-    """Raise if a `Refused` field, here or in a struct inside, has a value that would change the answer.
+def refuse_unsupported(fields: Struct, prefix: str = "", *, thinks: bool = False, outer: Struct | None = None) -> None:
+    """Raise if a `Refused` field, here or in a struct inside, has a value that would change the answer. Drop other values.
 
-    `thinks` says whether the model thinks if the request does not say so.
+    `thinks` says whether the model thinks if the request does not say so. `outer` is the struct that has these fields inside.
     """
-    refused, others = _field_names(type(fields))
-    for name in [name for name in refused if getattr(fields, name) is not UNSET]:  # none, for almost every request
-        if not _is_neutral(name, memoryview(getattr(fields, name)), thinks):
-            raise UnsupportedError(f"{prefix}{name}: not supported", hint=_hint_for(name, fields))
-    for name in others:
+    names = _field_names(type(fields))
+    for name in [name for name in names.refused if getattr(fields, name) is not UNSET]:  # none, for almost every request
+        if not _is_neutral(name, memoryview(getattr(fields, name)), fields, thinks):
+            raise UnsupportedError(f"{prefix}{name}: not supported", hint=_hint_for(name, fields, outer))
+        setattr(fields, name, UNSET)
+    for name in names.nested:
         value = getattr(fields, name)
-        if value and isinstance(value, Struct):
-            refuse_unsupported(value, f"{prefix}{name}.", thinks=thinks)
+        if isinstance(value, Struct):
+            refuse_unsupported(value, f"{prefix}{name}.", thinks=thinks, outer=fields)
+        elif isinstance(value, list):
+            for index, entry in enumerate(value):
+                if isinstance(entry, Struct):
+                    refuse_unsupported(entry, f"{prefix}{name}[{index}].", thinks=thinks, outer=fields)
 
 
-def _is_neutral(name: str, value: memoryview, thinks: bool) -> bool:
+def _is_neutral(name: str, value: memoryview, fields: Struct, thinks: bool) -> bool:
     """Return whether a value, as JSON, says what holds without it."""
     if name in _SWITCHES:
         return value in (b"null", b"true" if thinks else b"false")
+    if name == "repeat_last_n" and bytes(value).isdigit() and _has_no_penalty(fields):
+        return True
     return value in _NEUTRAL_OF.get(name, _NEUTRAL)
 
 
-def _hint_for(name: str, fields: Struct) -> str:
+def _has_no_penalty(fields: Struct) -> bool:
+    """Return whether these fields could have a penalty on tokens, and have none."""
+    if "repetition_penalty" not in _field_names(type(fields)).usable:
+        return False
+    given: Any = fields
+    return given.repetition_penalty in (None, 1.0) and not given.presence_penalty and not given.frequency_penalty
+
+
+def _hint_for(name: str, fields: Struct, outer: Struct | None) -> str:
     """Return what to do about a refused field: use the field that does the same, if these `fields` have it."""
-    usable = _field_names(type(fields))[1]
+    usable = _field_names(type(fields)).usable
     for other in _INSTEAD.get(name, ()):
         if other.partition(".")[0] in usable:
             return f"use {other}"
+    if outer is not None and name in _field_names(type(outer)).usable:
+        return f"use {name} of the request itself"
     return _HINTS.get(name, "omit the field")
 
 
+class _FieldNames(NamedTuple):
+    refused: Sequence[str]  # those of type `Refused`
+    usable: Sequence[str]  # all others
+    nested: Sequence[str]  # of these, those that may have a refused field inside
+
+
 @cache
-def _field_names(cls: type[Struct]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the names of the fields of type `Refused`, and those of all others."""
-    refused = [field.name for field in msgspec.structs.fields(cls) if field.type == Refused]
-    return refused, [name for name in cls.__struct_fields__ if name not in refused]
+def _field_names(cls: type[Struct]) -> _FieldNames:
+    fields = msgspec.structs.fields(cls)
+    refused = [field.name for field in fields if field.type == Refused]
+    usable = [name for name in cls.__struct_fields__ if name not in refused]
+    return _FieldNames(refused, usable, [field.name for field in fields if field.name in usable and _may_refuse(field.type)])
+
+
+def _may_refuse(kind: Any) -> bool:
+    """Return whether a value of this type may have a refused field inside."""
+    if isinstance(kind, type) and issubclass(kind, Struct):
+        return any(field.type == Refused or _may_refuse(field.type) for field in msgspec.structs.fields(kind))
+    return any(map(_may_refuse, get_args(kind)))

@@ -115,7 +115,7 @@ REQUESTS: dict[str, tuple[list[str], str]] = {
     "negative max_tokens": (["hello", "--max-tokens", "-1"], "max_tokens"),
     "prompt longer than the model": (["stone " * 3000, "--max-tokens", "4"], "the context holds only 2048"),
     "prompt longer than max-model-len": (["stone " * 100, "--max-model-len", "64"], "the context holds only 64"),
-    "prompt + max_tokens longer than the model": (["hello", "--max-tokens", "2048"], "max_tokens = "),
+    "prompt + max_tokens longer than the model": (["hello", "--max-tokens", "2048"], "output tokens = "),
     "request that can never fit the cache": (
         ["hello", "--max-tokens", "600", "--kv-cache-memory-bytes", "KV"],
         "the context holds",

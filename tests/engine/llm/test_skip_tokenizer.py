@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from culet import LLM, AsyncLLM, SamplingParams
 from culet.errors import BadRequest, CheckpointError
 from culet.testing.tiny import write_checkpoint
+from culet.types import StructuredOutputs
 from tests.serve.running import Running
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 4}
@@ -70,6 +72,9 @@ def test_text_is_refused(llm: LLM) -> None:
     ):
         with pytest.raises(BadRequest, match="the tokenizer was not loaded"):
             ask()
+    form = replace(StructuredOutputs(regex="[0-9]+").spec(), field="guided_regex")
+    with pytest.raises(BadRequest, match="guided_regex: it applies to text"):
+        llm.generate(PROMPT, SamplingParams(structured_outputs=form))  # type: ignore[arg-type]
 
 
 def test_async_llm(folder: Path, expected: tuple[int, ...]) -> None:
@@ -90,13 +95,17 @@ def test_the_server(folder: Path, expected: tuple[int, ...]) -> None:
 
         (choice,) = complete(logprobs=1).json()["choices"]
         assert (choice["text"], choice["token_ids"]) == ("", list(expected))
+        assert complete(echo=True).json()["choices"][0]["prompt_token_ids"] == PROMPT
         assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in expected]
         with server.openai().completions.create(model="gemma", **fields_of(fields), stream=True) as stream:
             streamed = [token_id for chunk in stream for token_id in chunk.choices[0].token_ids]  # type: ignore[attr-defined]
         assert streamed == list(expected)
+        guided = complete(guided_choice=["a"])
+        assert guided.json()["error"]["param"] == "guided_choice"
         for answer in (
             complete(prompt="Hello"),
             complete(stop=["end"]),
+            guided,
             server.chat(),
             server.http.post("/tokenize", json={"prompt": "Hello"}),
             server.http.post("/detokenize", json={"tokens": PROMPT}),

@@ -141,6 +141,27 @@ def test_formats(tiny: Running) -> None:
     assert (refused.status_code, refused.json()["error"]) == (400, 'format: expected "json" or a JSON schema')
 
 
+def test_forms_that_format_cannot_say(tiny: Running) -> None:
+    for fields in ({"guided_choice": ["red", "blue"]}, {"structured_outputs": {"regex": "red|blue"}}):
+        for path, asked in (("/api/chat", {"messages": HELLO}), ("/api/generate", {"prompt": "Hello", "raw": True})):
+            body = {"model": "gemma", "stream": False, "options": {"seed": 7}, **asked, **fields}
+            answer = tiny.http.post(path, json=body).json()
+            assert (answer["response"] if "response" in answer else answer["message"]["content"]) in ("red", "blue")
+    both = {"model": "gemma", "messages": HELLO, "format": "json", "regex": "a"}
+    assert "cannot be combined with" in tiny.http.post("/api/chat", json=both).json()["error"]
+
+
+def test_one_call_at_a_time(agent: Running) -> None:
+    function = {"name": "get_weather", "parameters": {"type": "object"}}
+    body = {"model": "gemma", "messages": HELLO, "tools": [{"type": "function", "function": function}], "stream": False}
+    body |= {"think": True, "constrain_tool_calls": False, "unmarked_tool_calls": False, "parallel_tool_calls": False}
+    for _ in range(2):  # every other answer of this server has calls
+        if calls := agent.http.post("/api/chat", json=body).json()["message"].get("tool_calls"):
+            assert len(calls) == 1
+            return
+    pytest.fail("no calls")
+
+
 def test_options_reach_the_sampler(tiny: Running) -> None:
     def ask(**options: Any) -> str:
         answer = client(tiny).chat("gemma", HELLO, options={"num_predict": 12, **options})

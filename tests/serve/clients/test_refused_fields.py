@@ -26,6 +26,7 @@ PATHS: dict[str, tuple[str, dict[str, Any]]] = {
     "ollama chat": ("/api/chat", {"model": "gemma", "stream": False, "messages": HELLO}),
     "ollama generate": ("/api/generate", {"model": "gemma", "stream": False, "prompt": "Hello"}),
 }
+CUSTOM = {"name": "f", "input_schema": {"type": "object"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -57,6 +58,21 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"options": {"temperature": 0}}, "options: not supported"),
         ({"verbosity": "low"}, "verbosity: not supported"),
         ({"truncation": "auto"}, "truncation: not supported"),
+        ({"do_sample": False}, "do_sample: not supported (hint: set temperature to 0 instead)"),
+        ({"web_search_options": {}}, "web_search_options: not supported"),
+        ({"json_schema": {}}, "json_schema: not supported (hint: use response_format)"),
+        ({"format": {}}, "format: not supported (hint: use response_format)"),
+        ({"repetition_detection": {"max_pattern_size": 4}}, "repetition_detection: not supported"),
+        ({"t_max_predict_ms": 50}, "t_max_predict_ms: not supported"),
+        ({"repeat_last_n": 64, "repetition_penalty": 1.1}, "repeat_last_n: not supported (hint: omit the field, because"),
+        ({"repeat_last_n": 0, "presence_penalty": 1}, "repeat_last_n: not supported"),
+        ({"input_ids": [5]}, "input_ids: not supported (hint: send token ids as the prompt of /v1/completions)"),
+        ({"extra_body": {"top_k": 1}}, "extra_body: not supported (hint: put its fields into the body itself)"),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}}]},
+            "messages[1].function_call: not supported (hint: use tool_calls)",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type: got 'web_search', expected function (hint: the server runs no"),
     ],
     "completions": [
         ({"prompt_embeds": "AAAA"}, "prompt_embeds: not supported"),
@@ -81,6 +97,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"reasoning": {"exclude": True}}, "reasoning.exclude: not supported"),
         ({"messages": HELLO}, "messages: not supported (hint: use input)"),
         ({"conversation": "x"}, "conversation: not supported"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management: not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type: got 'web_search', expected function (hint: the server runs no"),
         ({"prompt": {"id": "x"}}, "prompt: not supported (hint: use input)"),
         ({"continue_final_message": True}, "continue_final_message: not supported"),
     ],
@@ -95,6 +113,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"reasoning_effort": "low"}, "reasoning_effort: not supported (hint: use output_config.effort)"),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers: not supported"),
         ({"container": "x"}, "container: not supported"),
+        ({"tools": [{**CUSTOM, "input_examples": [{}]}]}, "tools[0].input_examples: not supported"),
+        ({"tools": [CUSTOM, {**CUSTOM, "defer_loading": True}]}, "tools[1].defer_loading: not supported"),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config.task_budget: not supported"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: got 'any', but the request has no tools"),
         ({"continue_final_message": True}, "continue_final_message: not supported"),
     ],
     "ollama chat": [
@@ -110,8 +132,32 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"response_format": {"type": "json_object"}}, "response_format: not supported (hint: use format)"),
         ({"reasoning_effort": "low"}, "reasoning_effort: not supported (hint: use think)"),
         ({"system": "Be brief."}, "system: not supported (hint: use messages)"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens: not supported (hint: use options.num_predict)"),
+        ({"min_tokens": 5}, "min_tokens: not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias: not supported"),
+        ({"frequency_penalty": 1}, "frequency_penalty: not supported (hint: use options.frequency_penalty)"),
+        ({"presence_penalty": 1}, "presence_penalty: not supported (hint: use options.presence_penalty)"),
+        ({"repeat_penalty": 1.1}, "repeat_penalty: not supported (hint: use options.repeat_penalty)"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty: not supported (hint: use options.repeat_penalty)"),
+        ({"repeat_last_n": 0}, "repeat_last_n: not supported (hint: use options.repeat_last_n)"),
+        ({"n": 2}, "n: not supported (hint: send several requests)"),
+        ({"ignore_eos": True}, "ignore_eos: not supported"),
+        ({"stop_sequences": ["x"]}, "stop_sequences: not supported (hint: use options.stop)"),
+        ({"json_schema": {}}, "json_schema: not supported (hint: use format)"),
+        ({"reasoning": {"effort": "low"}}, "reasoning: not supported (hint: use think)"),
+        ({"thinking": {"type": "enabled"}}, "thinking: not supported (hint: use think)"),
+        ({"enable_thinking": True}, "enable_thinking: not supported (hint: use think)"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs: not supported (hint: use think)"),
+        ({"options": {"ignore_eos": True}}, "options.ignore_eos: not supported"),
+        ({"options": {"repetition_penalty": 1.1}}, "options.repetition_penalty: not supported (hint: use repeat_penalty)"),
+        ({"options": {"max_new_tokens": 5}}, "options.max_new_tokens: not supported (hint: use num_predict)"),
+        ({"options": {"think": True}}, "options.think: not supported (hint: use think of the request itself)"),
+        ({"options": {"format": "json"}}, "options.format: not supported (hint: use format of the request itself)"),
+        ({"options": {"guided_choice": ["x"]}}, "options.guided_choice: not supported (hint: use guided_choice of the request"),
+        ({"options": {"thinking_token_budget": 0}}, "options.thinking_token_budget: not supported (hint: use thinking_token_"),
     ],
     "ollama generate": [
+        ({"n": 2}, "n: not supported"),
         ({"tools": [TOOL]}, "tools: not supported"),
         ({"template": "{{ .Prompt }}"}, "template: not supported"),
         ({"messages": HELLO}, "messages: not supported (hint: use prompt)"),
@@ -138,7 +184,9 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         "length_penalty": 1.0, "typical_p": 1, "ebnf": None, "best_of": 1, "suffix": None, "modalities": ["text"],
         "audio": None, "skip_special_tokens": True, "include_reasoning": True, "enable_thinking": False,
         "top_n_sigma": -1.0, "documents": [], "echo": False, "guided_json": None, "guided_choice": None, "grammar": "",
-        "regex": "", "guided_regex": "",
+        "regex": "", "guided_regex": "", "do_sample": True, "num_beams": 1, "web_search_options": None, "json_schema": None,
+        "repeat_last_n": 64, "t_max_predict_ms": 0, "input_ids": None, "extra_body": {}, "repetition_detection": None,
+        "messages": [*HELLO, {"role": "assistant", "content": "x", "function_call": None}, *HELLO], "top_logprobs": 0,
     },
     "completions": {
         "prompt_embeds": None, "add_special_tokens": True, "top_logprobs": None, "reasoning_effort": None, "reasoning": {},
@@ -151,10 +199,13 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "messages": {
         "logprobs": False, "top_logprobs": 0, "max_completion_tokens": None, "metadata": {"user_id": "me"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "tools": [{**CUSTOM, "input_examples": [], "defer_loading": False}], "thinking": {"type": "disabled", "display": None},
     },
     "ollama chat": {
         "tool_choice": "auto", "template": "", "thinking_token_budget": None, "keep_alive": "5m",
         "options": {"logit_bias": {}, "min_tokens": 0, "dry_multiplier": 0.0, "num_ctx": 4096}, "seed": None,
+        "n": 1, "frequency_penalty": 0, "repetition_penalty": 1.0, "ignore_eos": False, "parallel_tool_calls": True,
+        "enable_thinking": False, "chat_template_kwargs": {}, "guided_choice": None, "structured_outputs": None,
     },
     "ollama generate": {"tools": [], "template": "", "context": None, "suffix": "", "messages": []},
 }  # fmt: skip
@@ -208,6 +259,36 @@ def test_a_switch_of_thoughts_that_says_what_holds_anyway(scripted: Any) -> None
             response = server.chat(**{name: False})
             assert response.status_code == 400
             assert response.json()["error"]["param"] == name
+
+
+def test_the_smaller_of_two_lengths_counts(fake: Running) -> None:
+    for api, name, usage in (
+        ("chat", "max_completion_tokens", "completion_tokens"),
+        ("completions", "max_completion_tokens", "completion_tokens"),
+        ("responses", "max_output_tokens", "output_tokens"),
+    ):
+        path, body = PATHS[api]
+        for fields in ({"max_tokens": 5, name: 3}, {"max_tokens": 3, name: 5}, {"max_tokens": 3, name: 3}):
+            assert fake.http.post(path, json={**body, **fields}).json()["usage"][usage] == 3, (api, fields)
+
+
+def test_requests_that_generate_nothing_refuse_fields_too(fake: Running) -> None:
+    tools = [{**CUSTOM, "input_examples": [{}]}]
+    counted = fake.http.post("/v1/messages/count_tokens", json={"messages": HELLO, "tools": tools})
+    assert (counted.status_code, "tools[0].input_examples: not supported" in counted.text) == (400, True)
+    status, problem = send(fake, "ollama chat", {"messages": [], "prompt": "Hello"})
+    assert (status, problem) == (400, "prompt: not supported (hint: use messages)")
+
+
+def test_any_max_tokens_of_messages_is_lowered(fake: Running) -> None:
+    assert send(fake, "messages", {"max_tokens": 10**10}) == (200, "")
+
+
+def test_an_error_about_the_length_names_no_other_field(fake: Running) -> None:
+    status, problem = send(fake, "responses", {"max_output_tokens": 50_000})
+    assert status == 400
+    assert "50000 output tokens = " in problem
+    assert "max_tokens" not in problem
 
 
 # The rule itself

@@ -61,6 +61,7 @@ def test_other_keys_see_nothing(storing: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="previous_response_id: the response") as error:
         ask(bob, input="Hello", previous_response_id=answer.id)
     assert error.value.code == "previous_response_not_found"
+    assert "(hint: send the whole conversation in input; " in str(error.value)
     assert alice.responses.retrieve(answer.id).id == answer.id
     alice.responses.delete(answer.id)
     with pytest.raises(openai.NotFoundError):

@@ -302,6 +302,16 @@ def rope(kind: str, **changes: Any) -> dict[str, Any]:
             "gemma-4-31B-it-qat-w4a16-ct",
         ),
         (VARIANTS["31B"] | {"quantization": {"bits": 4, "group_size": 64}}, "quantization", "MLX"),
+        (
+            VARIANTS["E4B"] | {"vision_config": {"quantization_config": {"quant_method": "gguf"}}},
+            "vision_config.quantization_config",
+            "towers with plain weights",
+        ),
+        (
+            VARIANTS["E4B"] | {"audio_config": {"quantization": {"bits": 4}}},
+            "audio_config.quantization",
+            "MLX",
+        ),
         (VARIANTS["E4B"] | {"compression_config": {"format": "x"}}, "compression_config", "compressed-tensors 'x'"),
         (VARIANTS["31B"] | {"eos_token_id": "x"}, "eos_token_id", "'x'"),
         (variant("31B", model_type="gemma4_unified_text"), "text_config.model_type", "'gemma4_text'"),

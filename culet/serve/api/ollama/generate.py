@@ -93,6 +93,7 @@ async def chat(service: Service, request: Request) -> Response:
     body = await read_body(service, request, OllamaChatRequest)
     lines = _Lines(find_model(service, body.model), began_at, _message_fields)
     if not body.messages:  # a request to load the model
+        read_params(service, body)  # refuses a `prompt`, which would be ignored
         return lines.nothing()
     prepared = await _prepare_chat(service, body)
     open_generation = partial(prepared.open, CHAT, origin_of(request, cache_salt=body.cache_salt))
@@ -130,6 +131,9 @@ async def _prepare_chat(service: Service, body: OllamaChatRequest) -> PreparedCh
         messages,
         params,
         tools=[tool_fields(tool) for tool in body.tools or ()],
+        constrain_tool_calls=body.constrain_tool_calls,
+        unmarked_tool_calls=body.unmarked_tool_calls,
+        single_call=body.parallel_tool_calls is False,
         enable_thinking=read_thinking(service, body).is_on,
         continued=prefilled(messages[-1]),
         clamp=True,  # Ollama does the same

@@ -209,5 +209,8 @@ ENDPOINTS = (
     Endpoint("GET", "/api/ps", running, answer=OllamaRunningModels),
     Endpoint("GET", "/api/version", api_version, answer=OllamaVersion),
     Endpoint("POST", "/api/show", show, body=ShowRequest, answer=ShowAnswer),
-    *(Endpoint("DELETE" if path == "/api/delete" else "POST", path, refuse, body=OtherRequest) for path in _HINTS),
+    *(
+        Endpoint("DELETE" if path == "/api/delete" else "POST", path, refuse, body=OtherRequest, only_refuses=True)
+        for path in _HINTS
+    ),
 )

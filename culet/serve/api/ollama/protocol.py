@@ -26,9 +26,9 @@ from culet.serve.api.fields import (
     thinking_of,
 )
 from culet.serve.api.openai.chat import PastCall, Tool
-from culet.serve.api.refused import Refused, refuse_unsupported
+from culet.serve.api.refused import Refused, UnsupportedFields, refuse_unsupported
 from culet.serve.service import Service
-from culet.structured.forms import any_object, schema_form
+from culet.structured.forms import FormAliases, StructuredFields, any_object, schema_form
 from culet.types import GrammarSpec, SamplingParams
 
 ModelName = Annotated[str, Meta(max_length=256)]
@@ -38,7 +38,31 @@ Format = Annotated[Raw, Meta(extra_json_schema={"anyOf": [{"enum": ["", "json", 
 Images = Annotated[list[Text], Meta(max_length=1024)] | None
 
 
-class OllamaOptions(Struct, kw_only=True):
+class OllamaFields(UnsupportedFields, kw_only=True):
+    """The fields of the other APIs, all of which are refused where Ollama has other names or places for them."""
+
+    max_tokens: Refused = UNSET
+    min_tokens: Refused = UNSET
+    temperature: Refused = UNSET
+    top_p: Refused = UNSET
+    top_k: Refused = UNSET
+    min_p: Refused = UNSET
+    presence_penalty: Refused = UNSET
+    frequency_penalty: Refused = UNSET
+    repetition_penalty: Refused = UNSET
+    n: Refused = UNSET
+    seed: Refused = UNSET
+    stop: Refused = UNSET
+    stop_token_ids: Refused = UNSET
+    ignore_eos: Refused = UNSET
+    logit_bias: Refused = UNSET
+    response_format: Refused = UNSET
+    structured_outputs: Refused = UNSET
+    thinking_token_budget: Refused = UNSET
+    template: Refused = UNSET
+
+
+class OllamaOptions(OllamaFields, kw_only=True):
     """How to draw tokens."""
 
     num_predict: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # below 1 means up to the end of the context
@@ -52,21 +76,15 @@ class OllamaOptions(Struct, kw_only=True):
     repeat_last_n: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # only 0 (no penalties) and -1 (the whole context)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    min_tokens: Refused = UNSET
-    max_tokens: Refused = UNSET
-    logit_bias: Refused = UNSET
-    mirostat: Refused = UNSET
-    tfs_z: Refused = UNSET
-    typical_p: Refused = UNSET
-    top_n_sigma: Refused = UNSET
-    dry_multiplier: Refused = UNSET
-    xtc_probability: Refused = UNSET
-    dynatemp_range: Refused = UNSET
-    samplers: Refused = UNSET
+    guided_json: Refused = UNSET
+    guided_regex: Refused = UNSET
+    guided_grammar: Refused = UNSET
+    guided_choice: Refused = UNSET
+    regex: Refused = UNSET
     grammar: Refused = UNSET
 
 
-class OllamaRequest(Struct, kw_only=True):
+class OllamaRequest(OllamaFields, kw_only=True):
     """The fields that chat and generate requests share."""
 
     model: ModelName
@@ -75,22 +93,8 @@ class OllamaRequest(Struct, kw_only=True):
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     thinking_token_budget: CountOrNone = None  # the most tokens in all thoughts of an answer
+    structured_outputs: StructuredFields | None = None  # what `format` cannot say
     cache_salt: CacheSalt | None = None
-    template: Refused = UNSET
-    logprobs: Refused = UNSET
-    top_logprobs: Refused = UNSET
-    tool_choice: Refused = UNSET
-    response_format: Refused = UNSET
-    reasoning_effort: Refused = UNSET
-    # Fields that belong in `options`
-    max_tokens: Refused = UNSET
-    num_predict: Refused = UNSET
-    temperature: Refused = UNSET
-    top_p: Refused = UNSET
-    top_k: Refused = UNSET
-    min_p: Refused = UNSET
-    seed: Refused = UNSET
-    stop: Refused = UNSET
 
 
 class OllamaMessage(Struct, kw_only=True):
@@ -110,8 +114,9 @@ class OllamaChatRequest(OllamaRequest, kw_only=True):
 
     messages: Annotated[list[OllamaMessage], Meta(max_length=65536)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=4096)] | None = None
-    prompt: Refused = UNSET
-    system: Refused = UNSET
+    parallel_tool_calls: bool | None = True
+    constrain_tool_calls: bool | None = None  # hold tool calls to the declared tools
+    unmarked_tool_calls: bool | None = None  # calls of declared tools count without the tokens around them
     images: Refused = UNSET  # they belong to messages
 
 
@@ -122,17 +127,15 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     system: Text | None = None
     raw: bool | None = False  # the prompt is used as it is, without the chat template
     images: Images = None
-    suffix: Refused = UNSET
     context: Refused = UNSET
-    messages: Refused = UNSET
-    tools: Refused = UNSET
 
 
 def read_params(service: Service, body: OllamaRequest) -> SamplingParams:
     """Return the sampling parameters of a request. Raise if it has an unsupported field that would change the answer."""
     options = body.options or OllamaOptions()
-    refuse_unsupported(body)
+    refuse_unsupported(body, thinks=service.settings.enable_thinking)
     given: dict[str, Any] = {name: getattr(options, name) for name in _SHARED}
+    given |= {name: getattr(body, name) for name in (*FormAliases.__struct_fields__, "structured_outputs")}
     given["thinking_token_budget"] = body.thinking_token_budget
     given["repetition_penalty"] = options.repeat_penalty
     if options.seed is not None and options.seed >= 0:

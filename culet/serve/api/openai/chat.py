@@ -34,6 +34,7 @@ from culet.serve.api.fields import (
     Text,
     ToolName,
     sampling_params,
+    shortest,
     thinking_of,
 )
 from culet.serve.api.openai.answers import ChatLogprobs, Usage, chat_entries, chat_size, usage_of
@@ -74,6 +75,7 @@ class Message(Struct, omit_defaults=True):
     reasoning_content: Text | None = None
     tool_calls: Annotated[list[PastCall], Meta(max_length=256)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    function_call: Refused = UNSET  # a call before there were `tool_calls`
 
 
 class FunctionSpec(Struct, omit_defaults=True):
@@ -244,9 +246,9 @@ class _LogprobLists:
 
 
 async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise BadRequest("top_logprobs: only allowed with logprobs", hint="set logprobs to true")
-    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    max_tokens = shortest(body.max_completion_tokens, body.max_tokens)
     if max_tokens == 0:
         raise BadRequest("max_tokens: got 0, expected at least 1")
     num_top = (body.top_logprobs or 0) if body.logprobs else None

@@ -22,7 +22,7 @@ from culet.errors import BadRequest, ContextTooLong
 from culet.serve.answers.limits import AnswerSize
 from culet.serve.answers.parts import BigAnswer, Part, in_messages
 from culet.serve.api.endpoint import Endpoint, encoder, origin_of, read_body
-from culet.serve.api.fields import Count, SamplingFields, Text, TokenId, sampling_params
+from culet.serve.api.fields import Count, SamplingFields, Text, TokenId, sampling_params, shortest
 from culet.serve.api.openai.answers import TEXT_BYTES, TextColumns, TextLogprobs, Usage, text_size, usage_of, write_columns
 from culet.serve.generation import Generation, Origin
 from culet.serve.service import Service
@@ -46,7 +46,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
     echo: bool | None = False
     logprobs: Annotated[int, Meta(ge=0, le=1024)] | None = None
     add_special_tokens: bool = True  # begin texts with <bos>
-    return_token_ids: bool | None = None  # also return the ids of the generated tokens; always done without a tokenizer
+    # Also return the ids of the generated tokens, and with `echo` those of the prompt. Always done without a tokenizer.
+    return_token_ids: bool | None = None
 
 
 class Choice(Struct, omit_defaults=True):
@@ -55,6 +56,7 @@ class Choice(Struct, omit_defaults=True):
     logprobs: TextLogprobs | None
     finish_reason: str
     token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None  # with echo
 
 
 class CompletionAnswer(Struct):
@@ -131,7 +133,7 @@ def _check_size(
 def _params(service: Service, body: CompletionRequest) -> SamplingParams:
     if body.max_tokens == 0 and not body.echo:
         raise BadRequest("max_tokens: got 0, which is only allowed with echo")
-    given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    given = shortest(body.max_completion_tokens, body.max_tokens)
     return sampling_params(
         service,
         body,
@@ -187,19 +189,33 @@ def _new_id() -> str:
 
 
 class _Echo:
-    """A prompt that is repeated in the answers, as JSON: its text, and its log-probabilities if requested."""
+    """A prompt that is repeated in the answers, as JSON: its text, and its token ids and log-probabilities if requested."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], num_top: int | None, count: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        num_top: int | None,
+        count: Callable[[int], None],
+        *,
+        with_ids: bool,
+    ) -> None:
         """Begin with an empty text. `count` is called with the number of bytes that each step writes."""
-        self._tokenizer, self._prompt, self._count = tokenizer, prompt, count
+        self._tokenizer, self._prompt, self._count, self._with_ids = tokenizer, prompt, count, with_ids
         self.text = bytearray()  # without quotes
+        self.ids = bytearray()  # without brackets
         self.columns = None if num_top is None else TextColumns(tokenizer, num_top)
 
     def read_text(self) -> Iterator[None]:
         """Write the text, in short steps."""
         decoder = IncrementalDecoder(self._tokenizer)
         for begin in range(0, len(self._prompt), _STEP_TOKENS):
-            self._add(decoder.push(self._prompt[begin : begin + _STEP_TOKENS]))
+            step = self._prompt[begin : begin + _STEP_TOKENS]
+            self._add(decoder.push(step))
+            if self._with_ids:
+                ids = (b"," if begin else b"") + encoder.encode(step)[1:-1]
+                self._count(len(ids))
+                self.ids += ids
             yield
         self._add(decoder.flush())
         if self.columns is not None:
@@ -270,7 +286,8 @@ class _Builder:
         echo = self._echoes.get(index)
         if echo is None:
             count = partial(self._count, index)
-            echo = self._echoes[index] = _Echo(self.tokenizer, generation.prompt_token_ids, self.num_top, count)
+            prompt = generation.prompt_token_ids
+            echo = self._echoes[index] = _Echo(self.tokenizer, prompt, self.num_top, count, with_ids=self.with_ids)
             yield from echo.read_text()
         yield from echo.read_logprobs(generation.take_prompt_logprobs())
 
@@ -322,8 +339,11 @@ class _Builder:
             both = (None if echo is None else echo.columns, columns)
             parts += write_columns([part for part in both if part is not None])
         parts += (b',"finish_reason":', reason)
-        parts += (b',"token_ids":', encoder.encode(token_ids), b"}") if self.with_ids else (b"}",)
-        return parts
+        if self.with_ids:
+            parts += (b',"token_ids":', encoder.encode(token_ids))
+        if self.with_ids and echo is not None:
+            parts += (b',"prompt_token_ids":[', echo.ids, b"]")
+        return [*parts, b"}"]
 
 
 class _Chunks:

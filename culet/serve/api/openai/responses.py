@@ -18,7 +18,7 @@ from culet.errors import BadRequest, CuletError, UnsupportedError
 from culet.serve.answers.stored import StoredResponse
 from culet.serve.api.chat_request import PreparedChat, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
-from culet.serve.api.fields import TemplateOptions, check_single, sampling_params, thinking_of
+from culet.serve.api.fields import TemplateOptions, check_single, sampling_params, shortest, thinking_of
 from culet.serve.api.openai.responses_protocol import ReasoningOptions, ResponsesRequest, ResponsesToolName, messages_of
 from culet.serve.generation import Generation, Origin
 from culet.serve.http_errors import HttpError, reply_to
@@ -140,7 +140,8 @@ def _earlier(service: Service, body: ResponsesRequest, origin: Origin) -> list[M
         return [*system, *service.stored.history(origin.caller.name, body.previous_response_id)]
     except HttpError as error:
         problem = f"previous_response_id: {error.message}"
-        raise HttpError(400, problem, hint=error.hint, code="previous_response_not_found") from None
+        hint = f"send the whole conversation in input; {error.hint}"
+        raise HttpError(400, problem, hint=hint, code="previous_response_not_found") from None
 
 
 def _keep(
@@ -176,7 +177,7 @@ async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[
     is_on = asked.enabled if options.enable_thinking is None else options.enable_thinking
     effort = asked.effort or body.reasoning_effort
     thinking = thinking_of(service, effort=effort, budget=asked.max_tokens, is_on=is_on)
-    max_tokens = body.max_output_tokens or body.max_tokens
+    max_tokens = shortest(body.max_output_tokens, body.max_tokens)
     params = sampling_params(service, body, max_tokens=max_tokens, thinking_budget=thinking.budget, form=_form(body))
     choice = body.tool_choice
     tools = [
