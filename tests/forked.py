@@ -18,6 +18,7 @@ import pytest
 from execnet import gateway_io
 from execnet.gateway_base import ExecModel, Popen2IO
 
+from tests import forking
 from tests.interpreting import fork_interpreter
 
 
@@ -44,6 +45,7 @@ class _Fork:
         os.dup2(write_end, 1)
         os.close(read_end)
         os.close(write_end)
+        forking.install()
         sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
         try:
             exec(gateway_io.popen_bootstrapline, {"__name__": "__main__"})
