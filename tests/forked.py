@@ -11,6 +11,7 @@ import argparse
 import atexit
 import contextlib
 import os
+import platform
 import signal
 import sys
 
@@ -18,6 +19,7 @@ import pytest
 from execnet import gateway_io
 from execnet.gateway_base import ExecModel, Popen2IO
 
+from tests import forking
 from tests.interpreting import fork_interpreter
 
 
@@ -44,6 +46,7 @@ class _Fork:
         os.dup2(write_end, 1)
         os.close(read_end)
         os.close(write_end)
+        forking.install()
         sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
         try:
             exec(gateway_io.popen_bootstrapline, {"__name__": "__main__"})
@@ -66,6 +69,12 @@ class _ForkedIO(Popen2IO):
         self.wait, self.kill = fork.wait, fork.kill
 
 
+def _skip_onednn() -> None:
+    """Have torch multiply small matrices itself. On Arm, oneDNN makes the tests of tiny models an eighth slower."""
+    if platform.machine() == "aarch64" and (torch := sys.modules.get("torch")) is not None:
+        torch._C._set_mkldnn_enabled(False)
+
+
 def main() -> int:
     arguments = sys.argv[1:]
     parser = argparse.ArgumentParser(add_help=False)
@@ -75,6 +84,7 @@ def main() -> int:
         return int(pytest.main(arguments))
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         pytest.main([*arguments, "-n", "0", "--collect-only", "-qq"])  # the forks report what is wrong
+    _skip_onednn()
     interpreter = fork_interpreter()
     for _ in range(num_processes):
         _Fork()

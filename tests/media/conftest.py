@@ -15,6 +15,7 @@ from culet.media.messages import Answer, Question
 from culet.media.pool import DecoderPool
 from culet.media.reader import MediaReader
 from culet.media.spec import MediaSpec
+from tests import forking
 
 EVERY_KIND = frozenset(MediaKind)  # as E4B
 LIMITS = MediaLimits(num_processes=1, time_limit_s=60.0)  # the time allows for a busy machine
@@ -42,6 +43,12 @@ def served() -> Iterator[MediaReader]:
     reader = MediaReader(MediaSpec(EVERY_KIND), LIMITS)
     yield reader
     reader.close()
+
+
+@pytest.fixture(autouse=True)
+def no_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode in ordinary processes, because some of these tests are about their memory."""
+    monkeypatch.setattr(forking, "forker", None)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import AFTER_FINAL_NORM, Gemma4
 from culet.models.weights import load_model
+from tests.matrix import matrix
 from tests.models import tiny_checkpoints as tiny
 from tests.models.bfloat16 import QuickBFloat16
 from tests.models.harness import Harness
@@ -56,8 +57,7 @@ def test_one_chunk(shape: str, latent: bool, length: int) -> None:
     assert_close(Harness(culet_model(shape, latent)).all_logits(token_ids), want)
 
 
-@pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
-@pytest.mark.parametrize("page_tokens", [4, 12])
+@matrix({"shape, latent": SHAPE_LATENT, "page_tokens": [4, 12]})
 def test_odd_chunks(shape: str, latent: bool, page_tokens: int) -> None:
     token_ids, want = expected(shape, LENGTHS[-1])
     harness = Harness(culet_model(shape, latent), page_tokens=page_tokens)
@@ -65,8 +65,7 @@ def test_odd_chunks(shape: str, latent: bool, page_tokens: int) -> None:
     assert_close(harness.all_logits(token_ids, (1,) * 20 + (33, 17)), want)
 
 
-@pytest.mark.parametrize(("shape", "latent"), SHAPE_LATENT)
-@pytest.mark.parametrize("first", [WINDOW - 7, 2 * WINDOW + 1, 3 * WINDOW])
+@matrix({"shape, latent": SHAPE_LATENT, "first": [WINDOW - 7, 2 * WINDOW + 1, 3 * WINDOW]})
 def test_prefill_then_decode(shape: str, latent: bool, first: int) -> None:
     """Run chunks with no logits or one, so that tails and unstored keys occur, then single tokens and a verify."""
     token_ids, want = expected(shape, LENGTHS[-1])

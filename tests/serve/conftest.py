@@ -13,6 +13,7 @@ from culet.text.tokenizer import Tokenizer
 from tests.serve.running import Running
 
 ANSWER = "The small facet at the point of a cut gem."
+TINY = {"device": "cpu", "max_model_len": 2048, "max_num_seqs": 16, "max_queue_len": 64}
 
 
 @pytest.fixture(scope="session")
@@ -32,10 +33,14 @@ def scripted(folder: Path, encode: Callable[[str], list[int]]) -> Callable[..., 
     """Return a function that starts a server whose fake engine gives these answers in turn."""
 
     def start(
-        *answers: str, settings: dict[str, Any] | None = None, config: dict[str, Any] | None = None, **script: Any
+        *answers: str,
+        settings: dict[str, Any] | None = None,
+        config: dict[str, Any] | None = None,
+        is_fresh: bool = False,
+        **script: Any,
     ) -> Running:
         ids = [encode(answer) for answer in answers or (f"{ANSWER}<turn|>",)]
-        return Running(folder, script={"answers": ids, **script}, settings=settings, config=config)
+        return Running(folder, script={"answers": ids, **script}, settings=settings, config=config, is_fresh=is_fresh)
 
     return start
 
@@ -50,8 +55,7 @@ def fake(scripted: Callable[..., Running]) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def tiny(folder: Path) -> Iterator[Running]:
     """A server with a real engine and a tiny random model."""
-    config = {"device": "cpu", "max_model_len": 2048, "max_num_seqs": 16, "max_queue_len": 64}
-    with Running(folder, config=config) as server:
+    with Running(folder, config=TINY) as server:
         yield server
 
 

@@ -22,6 +22,8 @@ from typing import Any, Self
 import httpx
 from openai import DefaultHttpxClient, OpenAI
 
+from tests.forking import ENGINE_NAME, start_server
+
 _SERVE = """
 import json, sys
 import msgspec
@@ -59,6 +61,11 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 10.0, what: str = "i
     return value
 
 
+def _is_engine(process_id: str) -> bool:
+    folder = Path("/proc", process_id)
+    return _ENGINE in (folder / "cmdline").read_bytes() or (folder / "comm").read_text().strip() == ENGINE_NAME
+
+
 class Running:
     """A running server. Use it with `with`, or call `stop`."""
 
@@ -71,7 +78,9 @@ class Running:
         settings: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         wait: bool = True,
+        is_fresh: bool = False,
     ) -> None:
+        """`is_fresh`: never fork the server (see `tests.forking`)."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         given = {
@@ -85,12 +94,14 @@ class Running:
         # Without `verify=False`, each client would load certificates, which takes longer than most requests.
         self.http = httpx.Client(base_url=self.url, timeout=300, headers=headers, verify=False)
         command = [sys.executable, "-c", _SERVE, json.dumps(given)]
+        self._is_fresh = is_fresh or bool(environment)
         self.process = self._start(command, {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})})
         if wait:
             self.wait_ready()
 
     def _start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, stderr=self._log, env=environment)
+        forked = None if self._is_fresh else start_server(command[2], command[3], self._log.fileno(), environment)
+        return forked or subprocess.Popen(command, stderr=self._log, env=environment)
 
     def wait_ready(self) -> None:
         def is_ready() -> bool:
@@ -125,8 +136,7 @@ class Running:
         found = []
         for listed in Path(f"/proc/{self.process.pid}/task").glob("*/children"):  # each thread has its own
             with suppress(OSError):  # a thread or a child has ended meanwhile
-                children = listed.read_text().split()
-                found += [int(child) for child in children if _ENGINE in Path(f"/proc/{child}/cmdline").read_bytes()]
+                found += [int(child) for child in listed.read_text().split() if _is_engine(child)]
         return found
 
     def engine_id(self) -> int:

@@ -22,6 +22,7 @@ import httpx
 import openai
 import pytest
 
+from tests.serve.conftest import TINY
 from tests.serve.running import Running, wait_for
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -29,6 +30,13 @@ LONG: Any = {"messages": HELLO, "stream": True, "ignore_eos": True}
 MEGABYTE = 1 << 20
 _HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
 POST = _HEAD + b"\r\ncontent-length: %d\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def tiny(folder: Path) -> Iterator[Running]:
+    """A server of its own, because the memory of a fork says little."""
+    with Running(folder, config=TINY, is_fresh=True) as server:
+        yield server
 
 
 def events(response: httpx.Response) -> Iterator[str]:
@@ -215,7 +223,7 @@ def test_growing_conversation(tiny: Running) -> None:
 
 @pytest.mark.slow
 def test_two_hundred_turns(folder: Path) -> None:
-    with Running(folder, config={"device": "cpu", "max_model_len": 32768, "max_num_seqs": 2}) as server:
+    with Running(folder, config={"device": "cpu", "max_model_len": 32768, "max_num_seqs": 2}, is_fresh=True) as server:
         grow(server, 20, 40)
         before = server.memory_bytes()
         cached = grow(server, 200, 40)
@@ -237,7 +245,8 @@ def test_a_prompt_that_never_fits(tiny: Running) -> None:
 @pytest.fixture(scope="module")
 def strict(scripted: Callable[..., Running]) -> Iterator[Running]:
     """A server with short timeouts."""
-    with scripted(settings={"limits": "header_s=1,body_s=1,body_mb=4,write_s=1,connections=300"}) as server:
+    limits = "header_s=1,body_s=1,body_mb=4,write_s=1,connections=300"
+    with scripted(settings={"limits": limits}, is_fresh=True) as server:
         yield server
 
 

@@ -104,7 +104,7 @@ def test_summary_and_endpoints(folder: Path) -> None:
 
 
 def test_stop_while_loading(folder: Path) -> None:
-    with Running(folder, config={"device": "cpu"}, wait=False) as server:
+    with Running(folder, config={"device": "cpu"}, wait=False, is_fresh=True) as server:
         wait_for(server.engine_ids, 30, "the engine process")
         began = time.monotonic()
         time.sleep(0.5)
@@ -114,7 +114,7 @@ def test_stop_while_loading(folder: Path) -> None:
 
 
 def test_requests_while_loading(folder: Path) -> None:
-    with Running(folder, config={"device": "cpu"}, wait=False) as server:
+    with Running(folder, config={"device": "cpu"}, wait=False, is_fresh=True) as server:
 
         def early() -> httpx.Response | None:
             try:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from culet.bench.offline import measure, run_rows
 from culet.bench.settings import bench_config
 from culet.bench.workloads import parse_rows
 from culet.cache.spec import KVGroup
+from culet.cli.main import run
 from culet.errors import ConfigError, InternalError
 from culet.testing.tiny import SHAPES, write_checkpoint
 
@@ -123,28 +121,15 @@ def test_a_short_answer_is_an_error(dense: Path, monkeypatch: pytest.MonkeyPatch
             measure(llm, parse_rows(ROWS)[0])
 
 
-def culet(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "culet.cli.main", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "CULET_LOG_LEVEL": "warning"},
-        check=False,
-    )
-
-
-def test_command_line(dense: Path, tmp_path: Path) -> None:
+def test_command_line(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A whole run: starts in separate processes, the check, the table, JSON and the picture."""
     files = [tmp_path / "bench.json", tmp_path / "bench.svg"]
     peaks = ("--bandwidth", "0.1", "--tflops", "2")
-    done = culet(
-        *("bench", "offline", "--random", str(dense), "--rows", f"start,{ROWS}", "--best-of", "1", *peaks),
-        *("--json", str(files[0]), "--plot", str(files[1]), "--device", "cpu"),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "TPOT, 5 sequences, 60 in, 20 out" in done.stdout
-    assert done.stdout.count("right") == 4
+    arguments = ["bench", "offline", "--random", str(dense), "--rows", f"start,{ROWS}", "--best-of", "1", *peaks]
+    assert run([*arguments, "--json", str(files[0]), "--plot", str(files[1]), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "TPOT, 5 sequences, 60 in, 20 out" in printed
+    assert printed.count("right") == 4
     document = json.loads(files[0].read_text())
     assert [row["row"] for row in document["rows"]] == ["start", *ROWS.split(",")]
     start = document["rows"][0]["details"]
@@ -156,15 +141,13 @@ def test_command_line(dense: Path, tmp_path: Path) -> None:
     ET.parse(files[1])
 
 
-def test_kernels_command_line(tmp_path: Path) -> None:
+def test_kernels_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kernels.json"
     shape = ("--heads", "4", "--kv-heads", "1", "--head-dim", "64", "--latent", "--window", "30", "--page-tokens", "32")
-    done = culet(
-        *("bench", "kernels", "--device", "cpu", "--backend", "torch_cpu", "--repeats", "2", *shape),
-        *("--rows", "3", "--queries", "2", "--keys", "100", "--ragged", "--case", "prefill 1x70", "--json", str(file)),
-    )
-    assert done.returncode == 0, done.stderr
+    arguments = ["bench", "kernels", "--device", "cpu", "--backend", "torch_cpu", "--repeats", "2", *shape]
+    arguments += ["--rows", "3", "--queries", "2", "--keys", "100", "--ragged", "--case", "prefill 1x70"]
+    assert run([*arguments, "--json", str(file)]) == 0
     cases = json.loads(file.read_text())["cases"]
     assert [case["case"] for case in cases] == ["prefill 1x70", "verify 3x2@100 ragged"]
     assert all(case["is_right"] and case["backend"] == "torch_cpu" and case["us"] > 0 for case in cases)
-    assert "prefill 1x70" in done.stdout
+    assert "prefill 1x70" in capsys.readouterr().out

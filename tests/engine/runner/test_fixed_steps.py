@@ -26,6 +26,7 @@ from tests.engine.runner.test_runner import (
     GREEDY,
     MAX_LEN,
     SETTINGS,
+    SHAPES,
     ListDrafter,
     Rig,
     make_request,
@@ -34,6 +35,7 @@ from tests.engine.runner.test_runner import (
     parts,
     watch,
 )
+from tests.matrix import matrix
 
 __all__ = ["model", "one_model"]  # fixtures
 
@@ -130,7 +132,7 @@ def test_which_bucket(one_model):
     assert fixed.find([row(num_pages=too_wide)]) is None
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@matrix({"name": list(SETTINGS), "model": SHAPES}, fixtures=["model"])
 def test_fixed_steps_change_nothing(model, name):
     lengths = (1, 3, 31, 70, 90)
     requests = [make_request(f"{name}{n}", n, SETTINGS[name], num_tokens=16 + 6 * index) for index, n in enumerate(lengths)]
@@ -169,7 +171,7 @@ def test_samples_that_part_ways(model):
     assert Bucket(1, 8) in rig.used
 
 
-@pytest.mark.parametrize("mistake", ["right", "sometimes"])
+@matrix({"mistake": ["right", "sometimes"], "model": SHAPES}, fixtures=["model"])
 def test_verify_steps(model, mistake):
     """Rows with all drafts, some and none share one bucket, padded by rows of many tokens, of one and of none."""
     requests = [

@@ -136,7 +136,7 @@ def continued_anew(model, request: Request, sampling: Sampling) -> list[int]:
     return tokens[len(request.prompt_token_ids) :]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@matrix({"name": list(SETTINGS), "model": SHAPES}, fixtures=["model"])
 def test_continues_as_if_computed_anew(model, name):
     request = make_request(name, 47, SETTINGS[name], num_tokens=12)
     expected = continued_anew(model, request, SETTINGS[name])
@@ -177,7 +177,7 @@ def test_prefix_hits_change_nothing(model):
 # Samples that share logits
 
 
-@pytest.mark.parametrize("name", ["gemma", "penalised"])
+@matrix({"name": ["gemma", "penalised"], "model": SHAPES}, fixtures=["model"])
 def test_samples_share_the_prompt_but_not_the_draws(model, name):
     sampling = replace(SETTINGS[name], logprobs=2)
     request = make_request("n", 37, sampling, n=4)
@@ -247,7 +247,7 @@ def test_logprobs_are_those_of_the_model(model):
                 assert value == pytest.approx(expected[index, token_id].item(), abs=1e-4)
 
 
-@pytest.mark.parametrize("budget", [7, 100])
+@matrix({"budget": [7, 100], "model": SHAPES}, fixtures=["model"])
 def test_prompt_logprobs(model, monkeypatch, budget):
     monkeypatch.setattr(draws_module, "LOGITS_ROWS", 5)
     request = make_request("scored", 41, replace(GEMMA, prompt_logprobs=3, logprobs=1))

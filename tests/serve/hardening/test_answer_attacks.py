@@ -19,7 +19,7 @@ WORDS = "".join(chr(ord("a") + (index * 7) % 26) for index in range(6000))
 
 @pytest.fixture(scope="module")
 def server(scripted: Callable[..., Running]) -> Iterator[Running]:
-    with scripted() as server:
+    with scripted(is_fresh=True) as server:
         server.http.post("/v1/chat/completions", json=KNOWN).raise_for_status()
         yield server
 

@@ -27,7 +27,7 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture(scope="module")
 def server(scripted: Callable[..., Running]) -> Iterator[Running]:
-    with scripted(settings={"limits": "body_mb=8,bodies_mb=16,body_s=600"}) as running:
+    with scripted(settings={"limits": "body_mb=8,bodies_mb=16,body_s=600"}, is_fresh=True) as running:
         yield running
 
 

@@ -28,7 +28,7 @@ CHUNK = b"2\r\n{}\r\n"
 
 @pytest.fixture(scope="module")
 def server(scripted: Callable[..., Running]) -> Iterator[Running]:
-    with scripted(step_s=0.02) as running:
+    with scripted(step_s=0.02, is_fresh=True) as running:
         yield running
 
 

@@ -1,0 +1,201 @@
+"""Start servers, their engines and processes that decode media as forks of a process that has imported torch.
+
+A server takes a second to import its packages, and the others take three. With `tests.forked`, each test process has a
+`Forker`, which was forked before it had any threads, and so has each server that is started in this way. Without
+`tests.forked`, all of them are ordinary processes, and so are those whose memory or start is tested.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import culet.child
+import culet.line_process
+
+ENGINE_NAME = "forked-engine"  # what /proc/ID/comm says
+_NAMES = {"culet.serve.process.engine": ENGINE_NAME, "culet.media.decoding.worker": "forked-decoder"}
+_MAX_MESSAGE_BYTES = 1 << 20
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+
+forker: Forker | None = None  # that of this process
+
+
+class Forker:
+    """A child process without threads that forks when asked to. The forks become children of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_MESSAGE_BYTES)
+        if not os.fork():
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            ours.close()
+            _serve(theirs)
+        theirs.close()
+        self._connection = ours
+
+    def start(
+        self, work: Callable[..., None], *arguments: Any, environment: Mapping[str, str], descriptors: Mapping[int, int]
+    ) -> Forked:
+        """Call `work` in a fork whose open descriptors are /dev/null and these, by their numbers there."""
+        task = work, arguments, dict(environment), list(descriptors), os.getcwd()
+        with self._lock:
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the fork's own parent ends, and this process takes its place
+            try:
+                socket.send_fds(self._connection, [pickle.dumps(task)], list(descriptors.values()))
+                process_id = int(self._connection.recv(100))
+            finally:
+                _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        return Forked(process_id)
+
+
+class Forked(subprocess.Popen[bytes]):
+    """A fork, with the methods of other child processes."""
+
+    def __init__(self, process_id: int) -> None:
+        self.args, self.pid, self.returncode = "fork", process_id, None
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created, self._waitpid_lock, self._sigint_wait_secs = True, threading.Lock(), 0.25
+
+
+class _Subprocess(types.ModuleType):
+    """The module `subprocess`, but modules of Culet that import torch are forked."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    @staticmethod
+    def Popen(command: list[str], **options: Any) -> subprocess.Popen[bytes]:  # noqa: N802
+        is_module = command[3:4] == [culet.child._MAIN]
+        if forker is None or not is_module or command[5] not in _NAMES:
+            return subprocess.Popen(command, **options)
+        module, arguments = command[5], command[6:]
+        descriptors = {descriptor: descriptor for descriptor in options.get("pass_fds", ())}
+        pipes = {number: os.pipe() for number, name in enumerate(("stdin", "stdout")) if options.get(name) == subprocess.PIPE}
+        descriptors |= {number: pipe[number] for number, pipe in pipes.items()}
+        with open(os.devnull, "w") as nothing:
+            if options.get("stderr") == subprocess.DEVNULL:
+                descriptors[2] = nothing.fileno()
+            forked = forker.start(_run_module, module, arguments, environment=options["env"], descriptors=descriptors)
+        for number, pipe in pipes.items():
+            os.close(pipe[number])
+        forked.stdin = os.fdopen(pipes[0][1], "wb") if 0 in pipes else None
+        forked.stdout = os.fdopen(pipes[1][0], "rb") if 1 in pipes else None
+        return forked
+
+
+def install() -> None:
+    """Fork the processes that this one starts. Call this before any thread is started."""
+    global forker
+    forker = Forker()
+    culet.child.subprocess = culet.line_process.subprocess = _Subprocess("subprocess")  # type: ignore[assignment]
+
+
+def _run_module(module: str, arguments: list[str]) -> None:
+    os.setpgid(0, 0)
+    _prctl(_PR_SET_NAME, _NAMES[module].encode())
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _prctl(option: int, value: Any) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _serve(connection: socket.socket) -> NoReturn:
+    while True:
+        message, received, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 8)
+        if not message:
+            os._exit(0)
+        read_end, write_end = os.pipe()
+        between = os.fork()
+        if not between:
+            between = os.getpid()
+            child = os.fork()
+            if child:
+                os.write(write_end, str(child).encode())
+                os._exit(0)
+            while os.getppid() == between:  # a signal at the parent's end must be that of the next parent
+                time.sleep(0.001)
+            _run(pickle.loads(message), received)
+        os.waitpid(between, 0)
+        connection.send(os.read(read_end, 100))
+        for descriptor in (read_end, write_end, *received):
+            os.close(descriptor)
+
+
+def _run(task: tuple[Callable[..., None], Sequence[Any], dict[str, str], list[int], str], received: list[int]) -> NoReturn:
+    """Do what a new Python process would do, and end as it would."""
+    work, arguments, environment, wanted, folder = task
+    code = 1
+    try:
+        _take_descriptors(dict(zip(wanted, received, strict=True)))
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+        # What the tests' collection left to be done at the end is not this process's to do.
+        atexit._clear()
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+        weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+        work(*arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _take_descriptors(descriptors: dict[int, int]) -> None:
+    """Keep these descriptors open, under these numbers, and nothing else."""
+    first = max(*descriptors, *descriptors.values(), 9) + 1
+    moved = {}
+    for place, (number, descriptor) in enumerate(descriptors.items()):
+        moved[number] = first + place
+        os.dup2(descriptor, moved[number])
+    if 0 not in descriptors:
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    for number, descriptor in moved.items():
+        os.dup2(descriptor, number)
+    begin = 3
+    for number in [*sorted(number for number in descriptors if number > 2), os.sysconf("SC_OPEN_MAX")]:
+        if begin < number:
+            os.closerange(begin, number)
+        begin = number + 1
+
+
+def start_server(code: str, argument: str, log: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+    """Fork a process that runs this code like `python -c`, with stderr in `log`. Return None if this process has no forker."""
+    if forker is None:
+        return None
+    with open(os.devnull, "w") as nothing:
+        streams = {1: nothing.fileno(), 2: log}
+        return forker.start(_run_server, code, argument, environment=environment, descriptors=streams)
+
+
+def _run_server(code: str, argument: str) -> None:
+    install()
+    sys.argv = ["-c", argument]
+    exec(code, {"__name__": "__main__"})
