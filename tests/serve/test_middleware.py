@@ -280,6 +280,9 @@ def test_a_chat_is_counted_as_it_is_answered(fake: Running) -> None:
         {"reasoning_effort": "low"},
         {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
         {"reasoning": {"enabled": True}},
+        {"reasoning": {"enabled": True}, "thinking_token_budget": 0},
+        {"reasoning": {"enabled": True, "max_tokens": 0}},
+        {"reasoning_effort": "low", "thinking_token_budget": 9},
     ):
         body = {"messages": HELLO, "temperature": 0, **fields}
         count = fake.http.post("/tokenize", json=body).json()["count"]

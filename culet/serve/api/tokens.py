@@ -16,7 +16,7 @@ from culet.errors import BadRequest
 from culet.serve.answers.parts import BigAnswer, Part
 from culet.serve.api.chat_request import check_chat
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, read_body
-from culet.serve.api.fields import Effort, MediaFields, TemplateOptions, Text, TokenId, thinking_of
+from culet.serve.api.fields import CountOrNone, Effort, MediaFields, TemplateOptions, Text, TokenId, thinking_of
 from culet.serve.api.openai.chat import Message, NamedChoice, Reasoning, Tool, continued, tool_fields
 from culet.serve.api.refused import Refused, refuse_unsupported
 from culet.serve.service import Service
@@ -40,6 +40,7 @@ class TokenizeRequest(Struct):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None  # with none, the prompt has no tools
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
+    thinking_token_budget: CountOrNone = None
     chat_template_kwargs: TemplateOptions | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the prompt ends with the last message, which the answer would continue
@@ -118,15 +119,14 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> Response:
         options = body.chat_template_kwargs or TemplateOptions()
         asked = body.reasoning or Reasoning()
         is_on = asked.enabled if options.enable_thinking is None else options.enable_thinking
-        thinking = thinking_of(
-            service, effort=body.reasoning_effort or asked.effort, budget=asked.max_tokens, is_on=is_on
-        )  # as in a chat
+        thinking = thinking_of(service, effort=body.reasoning_effort or asked.effort, budget=asked.max_tokens, is_on=is_on)
+        budget = thinking.budget if body.thinking_token_budget is None else body.thinking_token_budget
         tools = [] if body.tool_choice == "none" else [tool_fields(tool) for tool in body.tools or ()]
         await check_chat(service, body.messages, tools)
         prompt = await service.prompts.encode_chat(
             body.messages,
             tools=tools or None,
-            enable_thinking=thinking.is_on,
+            enable_thinking=False if budget == 0 else thinking.is_on,  # as in a chat
             add_generation_prompt=body.add_generation_prompt,
             options=options.variables(),
             continued=continued(body.messages, body.add_generation_prompt) if body.continue_final_message else None,
