@@ -11,7 +11,6 @@ import argparse
 import atexit
 import contextlib
 import os
-import platform
 import signal
 import sys
 
@@ -69,12 +68,6 @@ class _ForkedIO(Popen2IO):
         self.wait, self.kill = fork.wait, fork.kill
 
 
-def _skip_onednn() -> None:
-    """Have torch multiply small matrices itself. On Arm, oneDNN makes the tests of tiny models an eighth slower."""
-    if platform.machine() == "aarch64" and (torch := sys.modules.get("torch")) is not None:
-        torch._C._set_mkldnn_enabled(False)
-
-
 def main() -> int:
     arguments = sys.argv[1:]
     parser = argparse.ArgumentParser(add_help=False)
@@ -84,7 +77,6 @@ def main() -> int:
         return int(pytest.main(arguments))
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         pytest.main([*arguments, "-n", "0", "--collect-only", "-qq"])  # the forks report what is wrong
-    _skip_onednn()
     interpreter = fork_interpreter()
     for _ in range(num_processes):
         _Fork()

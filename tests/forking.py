@@ -110,6 +110,7 @@ def _run_module(module: str, arguments: list[str]) -> None:
     os.setpgid(0, 0)
     _prctl(_PR_SET_NAME, _NAMES[module].encode())
     sys.argv = [module, *arguments]
+    sys.modules.pop(module, None)  # a new process has not imported it either, and runpy would warn
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
