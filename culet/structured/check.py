@@ -86,14 +86,14 @@ class Check:
                 self._process.kill()
         self.future.cancel()
 
-    def ask(self, process: LineProcess, form: Form, limit_s: float) -> dict[str, Any]:
+    def ask(self, process: LineProcess, form: Form, limit_s: float, max_wait_s: float) -> dict[str, Any]:
         """Have the process check a form, which is this one or a part of it. Raise like LineProcess.ask."""
         with self._lock:
             if self._is_stopped:
                 raise QueueFull(_WHY_LATE, hint="try again later")
             self._process = process
         try:
-            return process.ask(_line(form), limit_s, max_wait_s=limit_s)  # A client waits for it.
+            return process.ask(_line(form), limit_s, max_wait_s)
         except OSError:
             if self._is_stopped:
                 raise QueueFull(_WHY_LATE, hint="try again later") from None
@@ -106,9 +106,12 @@ class Check:
 class GrammarCheck:
     """Refuses grammars that cannot be used. Thread-safe."""
 
-    def __init__(self, special_names: Sequence[str], *, time_limit_s: float = TIME_LIMIT_S) -> None:
-        """Create a check. `special_names` are the special tokens that a grammar may name."""
-        self.time_limit_s = time_limit_s
+    def __init__(self, special_names: Sequence[str], *, time_limit_s: float = TIME_LIMIT_S, patience: float = 1.0) -> None:
+        """Create a check. `special_names` are the special tokens that a grammar may name.
+
+        The limit is processor time. A check takes at most `patience` times as long, however busy the machine is.
+        """
+        self.time_limit_s, self._patience = time_limit_s, patience
         self._names = list(special_names)
         self._threads = ThreadPoolExecutor(MAX_PROCESSES, "grammar-check")  # each asks one process at a time
         self._lock = threading.Lock()
@@ -118,10 +121,10 @@ class GrammarCheck:
         self._num_chars = 0  # of the texts in the verdicts
 
     @classmethod
-    def for_tokenizer(cls, tokenizer: Tokenizer, *, time_limit_s: float = TIME_LIMIT_S) -> GrammarCheck:
+    def for_tokenizer(cls, tokenizer: Tokenizer, *, time_limit_s: float = TIME_LIMIT_S, patience: float = 1.0) -> GrammarCheck:
         """Create a check for grammars that may name the tokenizer's special tokens."""
         names = [tokenizer.piece(token_id).decode() for token_id in sorted(tokenizer.special_ids)]
-        return cls(names, time_limit_s=time_limit_s)
+        return cls(names, time_limit_s=time_limit_s, patience=patience)
 
     def find(self, form: Form, key: str) -> GrammarSpec | None:
         """Return the grammar of a form that is known to be good, or None if it is not known. Raise if it is known to be bad.
@@ -145,7 +148,7 @@ class GrammarCheck:
 
     def begin(self, form: Form, key: str) -> Check:
         """Start to check a form. Its time limit includes the time it waits for a free process."""
-        check = Check(form, key, time.monotonic() + self.time_limit_s)
+        check = Check(form, key, time.monotonic() + self._patience * self.time_limit_s)
         check.future = self._threads.submit(self._run, check)
         return check
 
@@ -167,7 +170,7 @@ class GrammarCheck:
         with self._lock:
             self._running.add(check)
         try:
-            verdict = self._judge(check, left_s)
+            verdict = self._judge(check, left_s / self._patience)
         finally:
             with self._lock:
                 self._running.discard(check)
@@ -191,7 +194,7 @@ class GrammarCheck:
         begin = time.monotonic()
         for tool in tools:
             name = msgspec.json.decode(tool)["function"]["name"]
-            if time.monotonic() - begin > _ALONE_SHARE * limit_s:
+            if time.monotonic() - begin > _ALONE_SHARE * limit_s * self._patience:
                 free[name] = "there was no time to compile its grammar"
                 continue
             alone = self._ask(check, ToolForm(Raw(b"[%b]" % bytes(tool))), _ONE_SHARE * limit_s)
@@ -208,7 +211,7 @@ class GrammarCheck:
         for _ in range(_ATTEMPTS):
             process = self._take_process()  # starting one takes no time from the grammar
             try:
-                reply = check.ask(process, form, limit_s)
+                reply = check.ask(process, form, limit_s, max_wait_s=limit_s * self._patience)
             except TimeoutError:
                 process.end()
                 shown_s = limit_s if limit_s < _FULL_SHARE * self.time_limit_s else self.time_limit_s

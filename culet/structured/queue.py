@@ -17,6 +17,7 @@ from culet.structured.tool_grammar import tool_form
 from culet.text.tokenizer import Tokenizer
 from culet.types import GrammarSpec, Request
 
+_PATIENCE = 6.0  # Calls of LLM wait for a grammar on a busy machine, since nobody else waits behind them.
 NEW_S = 2.0  # time for which a request with a new grammar counts as such. Its first masks are the slow ones.
 
 
@@ -41,7 +42,7 @@ class GrammarQueue:
         At most `max_new` samples of each tenant begin within `NEW_S` with a grammar that was compiled for them.
         """
         self._compiler = compiler
-        self._check = GrammarCheck.for_tokenizer(tokenizer)
+        self._check = GrammarCheck.for_tokenizer(tokenizer, patience=_PATIENCE)
         self._max_new = max_new
         self._waiting: dict[str, deque[Request]] = {}  # by tenant, in order of arrival
         self._has_room = True  # otherwise the first that waits has not got the room that it needs

@@ -47,8 +47,8 @@ def scripted(folder: Path, encode: Callable[[str], list[int]]) -> Callable[..., 
 
 @pytest.fixture(scope="session")
 def fake(scripted: Callable[..., Running]) -> Iterator[Running]:
-    """A server that always answers ANSWER immediately."""
-    with scripted() as server:
+    """A server that always answers ANSWER immediately. Grammars have time even if the machine is busy."""
+    with scripted(settings={"limits": "grammar_s=60"}) as server:
         yield server
 
 

@@ -253,7 +253,7 @@ def workers() -> set[int]:
 @pytest.mark.parametrize("name", ENDLESS)
 def test_an_endless_schema_is_refused_and_leaves_nothing_running(name: str) -> None:
     earlier = workers()  # of engines in other tests
-    check = GrammarCheck(SPECIAL, time_limit_s=1.0)
+    check = GrammarCheck(SPECIAL, time_limit_s=1.0, patience=60)
     check.check(spec(json=PERSON))
     before = workers()
     with pytest.raises(BadRequest, match="compiling it took more than 1 s"):
@@ -268,7 +268,7 @@ def test_an_endless_schema_is_refused_and_leaves_nothing_running(name: str) -> N
 
 def test_a_worker_that_dies_is_replaced() -> None:
     earlier = workers()
-    check = GrammarCheck(SPECIAL)
+    check = GrammarCheck(SPECIAL, patience=60)
     check.check(spec(regex="a"))
     for worker in workers() - earlier:
         os.kill(worker, signal.SIGKILL)

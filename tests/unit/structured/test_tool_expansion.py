@@ -116,7 +116,7 @@ def test_as_many_choices_work_as_are_allowed(num_choices: int) -> None:
 
 
 def test_the_process_expands_tools_and_says_why_it_does_not() -> None:
-    check = GrammarCheck(SPECIAL)
+    check = GrammarCheck(SPECIAL, patience=60)
 
     def form(parameters: Any, document: GrammarSpec | None = None) -> ToolForm:
         return ToolForm(msgspec.Raw(json.dumps(tool(parameters)).encode()), document=document)
@@ -160,7 +160,7 @@ def test_only_tools_that_cannot_be_held_are_free(
     schemas: dict[str, Any], free: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The other tools of `auto` are still held, and the log names those that are not."""
-    check = GrammarCheck(SPECIAL, time_limit_s=10.0)
+    check = GrammarCheck(SPECIAL, time_limit_s=10.0, patience=60)
     try:
         spec = check.check(tool_form(named(**schemas), one_call=True, is_lenient=True))
     finally:
