@@ -18,7 +18,6 @@ Shapes: K masks of a chain of drafts · W words, 1/32 of the vocabulary.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -142,7 +141,6 @@ class Matcher:
         self.num_masks = 0  # of the last step, computed in time
         self.is_busy = self.is_slow = False  # a thread computes its masks; the last ones took long
         self.mask_s = 0.0  # time that its masks took
-        self._lock = threading.Lock()  # held while masks are computed and while it advances, because a grammar allows one user
         self._computed: _Masks | None = None  # the masks of its next draws
         self._vocabulary = vocabulary
         self._rules = rules or _NO_RULES
@@ -204,10 +202,6 @@ class Matcher:
         All tokens are allowed after a draft that the grammar refuses. The token drawn in its place differs from the draft, so
         everything after it is dropped. May run in a thread.
         """
-        with self._lock:
-            self._computed = self._walk(drafts, deadline)
-
-    def _walk(self, drafts: tuple[int, ...], deadline: float) -> _Masks:
         walker = copy(self)  # This matcher stays as it is, because the engine's thread may read it.
         if drafts and self.grammar is not None:
             walker.grammar = self.grammar.deep_copy()
@@ -223,7 +217,7 @@ class Matcher:
                 num_masks = index + 1
                 break
             walker._advance(drafts[index])
-        return _Masks(drafts, mask_KW, num_masks, fault)
+        self._computed = _Masks(drafts, mask_KW, num_masks, fault)
 
     def give_up(self, reason: str) -> None:
         """End the sequence with an error, because its masks cannot be computed."""
@@ -269,7 +263,7 @@ class Matcher:
         for count, token_id in enumerate(token_ids):
             if self.is_bound:
                 return count
-            self.accept((token_id,))
+            self._advance(token_id)
         return len(token_ids)
 
     def accept(self, token_ids: Sequence[int]) -> None:
@@ -277,8 +271,7 @@ class Matcher:
         for token_id in token_ids:
             if self.fault:
                 return
-            with self._lock:
-                self._advance(token_id)
+            self._advance(token_id)
 
     def _advance(self, token_id: int) -> None:
         vocabulary = self._vocabulary
