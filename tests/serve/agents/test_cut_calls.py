@@ -19,7 +19,7 @@ CUT = ToolCall(1, "b", "g", '{"city":"Par', {}, is_complete=False)
 
 
 def test_cut_calls_are_left_out() -> None:
-    blocks = anthropic._blocks(Output("Hi", tool_calls=[WHOLE, CUT]))
+    blocks = anthropic._blocks(Output("Hi", tool_calls=[WHOLE, CUT]), shows_thoughts=True)
     assert [block.get("name") for block in blocks] == [None, "f"]
     (message,) = generate._message_fields("Hi", calls=[WHOLE, CUT]).values()
     assert [call.function["name"] for call in message.tool_calls] == ["f"]
