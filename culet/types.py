@@ -60,7 +60,7 @@ class GrammarSpec:
 
     @property
     def key(self) -> str:
-        """A short key, equal for specs that compile to the same grammar at the same point."""
+        """A short key. Two specs share it if they compile to the same grammar and start at the same point in it."""
         whole = f"{self.kind}\0{self.is_strict}\0{len(self.prefix)}\0{self.prefix}{self.text}"
         return hashlib.sha256(whole.encode("utf-8", "surrogatepass")).hexdigest()
 

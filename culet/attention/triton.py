@@ -166,7 +166,7 @@ class TritonBackend:
     def _warm_fewer_rows(
         self, max_queries: int, q_TNH: Tensor, kv: PagedKV, rows: RaggedRows, out_TNH: Tensor, lse_TN: Tensor | None
     ) -> None:
-        """Compile the call for every smaller number of rows too, because that number decides which kernels are used."""
+        """Compile the kernels for smaller numbers of rows as well, because the number of rows decides which kernels run."""
         kind = max_queries, rows.visible_2T is not None
         for num_rows in range(self._warmed_rows.get(kind, 0) + 1, rows.num_rows):
             fewer = RaggedRows(rows.row_begin_B1, rows.context_B[:1].expand(num_rows), rows.visible_2T)

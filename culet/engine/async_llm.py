@@ -64,7 +64,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> Self:
-        """Create an AsyncLLM from the arguments of its constructor, as in vLLM."""
+        """Create an AsyncLLM from an AsyncEngineArgs, as vLLM's users do."""
         return cls(engine_args.model, **engine_args.settings)
 
     def _start(self, config: Config) -> None:
@@ -87,10 +87,8 @@ class AsyncLLM:
     ) -> AsyncIterator[Result]:
         """Continue a prompt, which is a text, a list of token ids, or a mapping with media as for `LLM.generate`.
 
-        Yield everything so far whenever there is more.
-
-        The last result has `finished` set. `request_id` is the name for `abort`. Requests with a lower `priority` run first.
-        Cancelling the task, or leaving the loop, ends the request.
+        Each result holds the whole output so far, and the last one has `finished` set. Pass `request_id` to `abort` to end the
+        request early. Cancelling the task or leaving the loop also ends it. Requests with a lower `priority` run first.
         """
         params = SamplingParams() if sampling_params is None else check_params(sampling_params)
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id

@@ -361,8 +361,8 @@ class Scheduler:
         seq.prefill_end = len(seq.tokens)
         seq.resume_lengths = seq.lengths_beyond(match) if seq.content is not None else ()
         rows: list[PlannedRow] = []
-        has_pages = not self._running or reserved + reserved_pages(seq, self.budget) <= self.page_allocator.available
-        if (num_new := seq.chunk_within(budget)) and has_pages:
+        num_new = seq.chunk_within(budget)
+        if num_new and (not self._running or reserved + reserved_pages(seq, self.budget) <= self.page_allocator.available):
             seq.slot = heapq.heappop(self._free_slots)
             rows = self._plan_row(Grant(seq, num_new), may_preempt=False)
             if not rows:

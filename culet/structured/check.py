@@ -33,7 +33,7 @@ TIME_LIMIT_S = 5.0
 MAX_BYTES = 2 << 30  # limit on a process's address space
 MAX_PROCESSES = 2
 MAX_VERDICTS = 4096  # grammars whose verdict is remembered
-MAX_VERDICT_CHARS = 16 << 20  # limit on the text of the expanded grammars among them
+MAX_VERDICT_CHARS = 8 << 20  # limit on the text of the expanded grammars among them
 _ATTEMPTS = 2
 _FULL_SHARE = 0.9  # a grammar that had this share of the time limit and did not finish is too complex
 _LENIENT_SHARE = 0.5  # of its time that a lenient form may use before its tools are compiled one by one
@@ -109,7 +109,7 @@ class GrammarCheck:
     def __init__(self, special_names: Sequence[str], *, time_limit_s: float = TIME_LIMIT_S, patience: float = 1.0) -> None:
         """Create a check. `special_names` are the special tokens that a grammar may name.
 
-        The limit is processor time. A check takes at most `patience` times as long, however busy the machine is.
+        `time_limit_s` counts processor time. On a busy machine, a check ends after `patience` times as long by the clock.
         """
         self.time_limit_s, self._patience = time_limit_s, patience
         self._names = list(special_names)

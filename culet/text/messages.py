@@ -17,7 +17,7 @@ MEDIA_PARTS = frozenset({"image", "audio", "video"})  # templates write a placeh
 def check_messages(messages: object) -> list[dict[str, Any]]:
     """Check the messages and return them as plain dicts. The role `model` becomes `assistant`.
 
-    The arguments of tool calls may be mappings or JSON. They are checked by the process that renders.
+    The arguments of a tool call may be a mapping or JSON text. The process that renders the template checks them.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise BadRequest(f"messages: got {type(messages).__name__}, expected a list of messages")

@@ -94,10 +94,10 @@ def build_parts(config: Config, *, progress: bool = True, make_worker: MakeWorke
 
 
 def _max_new_grammars(setup: Setup) -> float:
-    """Return how many samples of a tenant may begin within `NEW_S` with new grammars.
+    """Return how many samples with new grammars each tenant may start within `NEW_S` seconds.
 
-    On a CPU, a step takes longer the more rows it has, and a row with a new grammar has slow masks as well. If nobody waits for
-    tokens, as in LLM, there is no limit.
+    On a CPU, every row makes a step slower, and the masks of a new grammar are slow to compute. LLM has no limit, because there
+    no other client waits for tokens.
     """
     return math.inf if setup.is_gpu or not setup.config.schedule.max_step_ms else CPU_MAX_NEW_GRAMMARS
 

@@ -105,7 +105,7 @@ class OutputConfig(Struct):
 
 
 class ContextEdit(Struct):
-    """A change of the conversation before the model sees it."""
+    """A request to edit the conversation before the model sees it."""
 
     type: Annotated[str, Meta(max_length=256)]
 

@@ -153,7 +153,7 @@ def _encode_ids(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> Iterat
 
 
 def _encode_list(token_ids: Sequence[int], convert: Callable[[Sequence[int]], Sequence[object]]) -> Iterator[bytes]:
-    """Yield what token ids are converted to, as a list in JSON."""
+    """Yield the converted token ids as a JSON list."""
     yield b"["
     for begin in range(0, len(token_ids), _STEP_TOKENS):
         data = encoder.encode(convert(token_ids[begin : begin + _STEP_TOKENS]))[1:-1]

@@ -60,7 +60,7 @@ class Case:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A key, equal for cases of the same schema that allow the same values."""
+        """A key. Two cases of a schema share it if they allow the same values."""
         values = None if self.values is None else self.value_keys
         fields = (self.types, values, self.min_length, self.max_length, self.patterns, self.low, self.high, self.multiple)
         counts = (self.min_items, self.max_items, self.required, self.min_properties, self.max_properties)

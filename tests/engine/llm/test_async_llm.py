@@ -14,16 +14,10 @@ import pytest
 from culet import LLM, AsyncLLM, SamplingParams
 from culet.engine.jobs import Result
 from culet.errors import BadRequest, ConfigError, CuletError, InternalError
-from culet.testing.tiny import write_checkpoint
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_queue_len": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"), "E2B")
 
 
 @pytest.fixture(scope="module")

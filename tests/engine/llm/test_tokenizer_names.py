@@ -12,18 +12,12 @@ import pytest
 
 from culet import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams, StructuredOutputs
 from culet.errors import BadRequest
-from culet.testing.tiny import write_checkpoint
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 1024, "max_num_seqs": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 BEGUN: Any = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Once "}, {"type": "text", "text": "upon"}]}]
 CONTINUE: Any = {"add_generation_prompt": False, "continue_final_message": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"), "E2B")
 
 
 @pytest.fixture(scope="module")
