@@ -6,6 +6,9 @@ import gc
 from pathlib import Path
 
 import pytest
+import torch
+
+from culet.kernels.compiling import hash_kernels
 
 gc.disable()  # test files import large packages, and nothing they make is garbage
 
@@ -64,7 +67,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if torch.cuda.is_available() and any(item.get_closest_marker("gpu") for item in session.items):
+        hash_kernels()  # as engines do. Otherwise, kernels that a test launches first have other names on disk.
     gc.freeze()
     gc.enable()
 

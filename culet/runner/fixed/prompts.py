@@ -40,7 +40,7 @@ from culet.runner.target import Target
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SIZES = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+SIZES = (64, 128, 192, 256, 304, 336, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 WEIGHT_BYTES = 2  # of bfloat16
 LAYER_SECONDS = 6e-4  # time that the host needs to launch a layer, measured beside an H200
 MIN_TAIL_LAYERS = 4  # a tail with fewer layers is launched quickly enough
