@@ -38,7 +38,7 @@ OUTPUTS = 128  # of a tile
 DEPTH = 64  # inputs of a step
 STAGES = 4
 BAND = 16  # tiles of tokens that are computed together, so that their programs share weights in the cache
-MIN_USED = 0.84  # the least `used_area`. Below it, cuBLAS is faster, because it chooses among tiles of several sizes.
+MIN_USED = 0.83  # the least `used_area`. Below it, cuBLAS is faster, because it chooses among tiles of several sizes.
 _LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 
 
