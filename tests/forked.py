@@ -77,6 +77,7 @@ def main() -> int:
         return int(pytest.main(arguments))
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         pytest.main([*arguments, "-n", "0", "--collect-only", "-qq"])  # the forks report what is wrong
+    forking.compile_template()
     interpreter = fork_interpreter()
     for _ in range(num_processes):
         _Fork()

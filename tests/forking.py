@@ -1,8 +1,9 @@
-"""Start servers, their engines and processes that decode media as forks of a process that has imported torch.
+"""Start servers and the processes of Culet as forks of a process that has imported torch.
 
-A server takes a second to import its packages, and the others take three. With `tests.forked`, each test process has a
-`Forker`, which was forked before it had any threads, and so has each server that is started in this way. Without
-`tests.forked`, all of them are ordinary processes, and so are those whose memory or start is tested.
+A server takes a second to import its packages. Engines, ranks, compilers and processes that decode media take three, and the
+smaller ones a tenth or two, but there are hundreds of those. With `tests.forked`, each test process has a `Forker`, which was
+forked before it had any threads, and so has each server that is started in this way. Without `tests.forked`, all of them are
+ordinary processes, and so are those whose memory or start is tested.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import atexit
 import ctypes
 import os
 import pickle
+import resource
 import runpy
 import signal
 import socket
@@ -22,17 +24,34 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import CodeType
 from typing import Any, NoReturn
+
+from jinja2 import Environment
 
 import culet.child
 import culet.line_process
+from culet.text.template import BUILT_IN
+from culet.text.template_worker import make_environment
 
-ENGINE_NAME = "forked-engine"  # what /proc/ID/comm says
-_NAMES = {"culet.serve.process.engine": ENGINE_NAME, "culet.media.decoding.worker": "forked-decoder"}
+# The modules that are forked, and what /proc/ID/comm says then, which has up to 15 characters.
+_NAMES = {
+    "culet.kernels.compiler_process": "forked-compiler",
+    "culet.media.decoding.worker": "forked-decoder",
+    "culet.runner.worker_process": "forked-rank",
+    "culet.serve.markdown.worker": "forked-markdown",
+    "culet.serve.process.engine": "forked-engine",
+    "culet.structured.check_worker": "forked-grammar",
+    "culet.text.template_worker": "forked-template",
+}
+# These limit their whole address space, of which a fork begins with gigabytes of torch's.
+_LIMITED = ("culet.serve.markdown.worker", "culet.structured.check_worker", "culet.text.template_worker")
 _MAX_MESSAGE_BYTES = 1 << 20
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 forker: Forker | None = None  # that of this process
+_template: tuple[str, CodeType] | None = None  # the built-in chat template, and what Jinja compiles it to
 
 
 class Forker:
@@ -74,7 +93,7 @@ class Forked(subprocess.Popen[bytes]):
 
 
 class _Subprocess(types.ModuleType):
-    """The module `subprocess`, but modules of Culet that import torch are forked."""
+    """The module `subprocess`, but modules of Culet are forked."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
@@ -99,6 +118,19 @@ class _Subprocess(types.ModuleType):
         return forked
 
 
+def compile_template() -> None:
+    """Compile the built-in chat template for forks. It takes them longer than all else that they do when they start."""
+    global _template
+    source = BUILT_IN.read_text(encoding="utf-8")
+    _template = source, make_environment().compile(source)
+
+
+def _use_compiled_template() -> None:
+    if _template is not None:
+        (known, code), compile_ = _template, Environment.compile
+        Environment.compile = lambda self, source: code if source == known else compile_(self, source)  # type: ignore
+
+
 def install() -> None:
     """Fork the processes that this one starts. Call this before any thread is started."""
     global forker
@@ -106,12 +138,34 @@ def install() -> None:
     culet.child.subprocess = culet.line_process.subprocess = _Subprocess("subprocess")  # type: ignore[assignment]
 
 
+def runs_module(process_id: int | str, module: str) -> bool:
+    """Return whether a process runs this module of Culet as its program."""
+    folder = Path("/proc", str(process_id))
+    return module.encode() in (folder / "cmdline").read_bytes() or (folder / "comm").read_text().strip() == _NAMES[module]
+
+
 def _run_module(module: str, arguments: list[str]) -> None:
     os.setpgid(0, 0)
     _prctl(_PR_SET_NAME, _NAMES[module].encode())
+    if module in _LIMITED:
+        _raise_memory_limits()
+    if module == "culet.text.template_worker":
+        _use_compiled_template()
     sys.argv = [module, *arguments]
     sys.modules.pop(module, None)  # a new process has not imported it either, and runpy would warn
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _raise_memory_limits() -> None:
+    """Let limits on the address space count from its present size."""
+    inherited = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    set_limit = resource.setrlimit
+
+    def set_further(kind: int, limits: tuple[int, int]) -> None:
+        further = inherited if kind == resource.RLIMIT_AS else 0
+        set_limit(kind, (limits[0] + further, limits[1] + further))
+
+    resource.setrlimit = set_further
 
 
 def _prctl(option: int, value: Any) -> None:

@@ -15,6 +15,7 @@ from random import Random
 import httpx
 import pytest
 
+from tests.forking import runs_module
 from tests.parallel.test_rank_processes import is_gone
 from tests.serve.running import Running, wait_for
 
@@ -37,7 +38,7 @@ def ranks_of_server(server: Running) -> list[int]:
     found = []
     for task in Path(f"/proc/{engine}/task").iterdir():
         found += [int(pid) for pid in (task / "children").read_text().split()]
-    return sorted(pid for pid in found if b"culet.runner.worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return sorted(pid for pid in found if runs_module(pid, "culet.runner.worker_process"))
 
 
 def stream(server: Running, seed: int) -> tuple[int, str]:

@@ -22,7 +22,7 @@ from typing import Any, Self
 import httpx
 from openai import DefaultHttpxClient, OpenAI
 
-from tests.forking import ENGINE_NAME, start_server
+from tests.forking import runs_module, start_server
 
 _SERVE = """
 import json, sys
@@ -41,7 +41,7 @@ except CuletError as error:
     report(error.message, error.hint)
     sys.exit(exit_code(error))
 """
-_ENGINE = b"culet.serve.process.engine"
+_ENGINE = "culet.serve.process.engine"
 START_LIMIT_S = 40.0
 PATIENCE = 12  # limits suit an idle machine; multiply them by this to allow for a busy one
 
@@ -59,11 +59,6 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 10.0, what: str = "i
         assert time.monotonic() < deadline, f"waited {PATIENCE * limit_s:g} s for {what}"
         time.sleep(0.05)
     return value
-
-
-def _is_engine(process_id: str) -> bool:
-    folder = Path("/proc", process_id)
-    return _ENGINE in (folder / "cmdline").read_bytes() or (folder / "comm").read_text().strip() == ENGINE_NAME
 
 
 class Running:
@@ -136,7 +131,7 @@ class Running:
         found = []
         for listed in Path(f"/proc/{self.process.pid}/task").glob("*/children"):  # each thread has its own
             with suppress(OSError):  # a thread or a child has ended meanwhile
-                found += [int(child) for child in listed.read_text().split() if _is_engine(child)]
+                found += [int(child) for child in listed.read_text().split() if runs_module(child, _ENGINE)]
         return found
 
     def engine_id(self) -> int:

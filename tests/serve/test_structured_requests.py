@@ -13,6 +13,7 @@ import jsonschema
 import openai
 import pytest
 
+from tests.forking import runs_module
 from tests.serve.running import Running, wait_for
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -215,7 +216,7 @@ def grammar_workers(server: Running) -> list[int]:
     children = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
-            if b"culet.structured.check_worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if runs_module(child, "culet.structured.check_worker"):
                 children.append(int(child))
     return children
 

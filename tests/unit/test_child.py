@@ -16,6 +16,7 @@ from culet.child import child_environment, python_command
 from culet.structured.check import GrammarCheck
 from culet.text.template import ChatTemplate
 from culet.types import GrammarSpec
+from tests import forking
 from tests.matrix import matrix
 
 ROOT = Path(culet.__file__).parents[1]
@@ -30,6 +31,7 @@ def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "culet" / "culet").mkdir(parents=True)
     (tmp_path / "culet" / "pyproject.toml").touch()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(forking, "forker", None)  # forks import nothing
     return tmp_path
 
 

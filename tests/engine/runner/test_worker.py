@@ -18,6 +18,7 @@ from culet.frames import LENGTH_BYTES, frame
 from culet.runner.worker import ProcessWorker, RunStep, Worker, command_decoder
 from culet.testing.tiny import write_checkpoint
 from culet.types import Entry, GrammarSpec, PageTable, Request, Row, StepPlan, StepResult
+from tests import forking
 from tests.engine.drafting.draft_drive import greedy, make_request, sequences
 from tests.engine.runner.real_steps import make_prompt, run_to_end
 from tests.engine.runner.worker_rig import build, make_drive
@@ -40,6 +41,7 @@ def worker(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pr
         (here / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
+        patch.setattr(forking, "forker", None)  # a fork would have imported them before
         worker = ProcessWorker(BUILDER, folder=folder, num_drafts=0)
     yield worker
     worker.close()

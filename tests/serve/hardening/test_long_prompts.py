@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.forking import runs_module
 from tests.serve.running import PATIENCE, Running, wait_for
 
 NUM_ATTACKERS = 12
@@ -48,7 +49,7 @@ def template_processes(server: Running) -> list[int]:
     found = []
     for task in Path(f"/proc/{server.process.pid}/task").iterdir():
         found += [int(child) for child in (task / "children").read_text().split()]
-    return [child for child in found if b"template_worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [child for child in found if runs_module(child, "culet.text.template_worker")]
 
 
 def metric(server: Running, name: str) -> float:

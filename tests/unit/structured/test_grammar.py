@@ -18,6 +18,7 @@ from culet.structured.check import GrammarCheck
 from culet.structured.compiler import GrammarCompiler
 from culet.structured.matcher import Matcher, Phase, Vocabulary
 from culet.types import MAX_GRAMMAR_CHARS, GrammarSpec, SamplingParams, StructuredOutputs
+from tests.forking import runs_module
 
 SPECIAL = ("<pad>", "<eos>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
 EOS, TURN_END, OPEN, CLOSE = 1, 2, 3, 4
@@ -247,7 +248,7 @@ def workers() -> set[int]:
     """Return the process ids of the check workers that this process has started."""
     tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
     children = [child for task in tasks for child in (task / "children").read_text().split()]
-    return {int(child) for child in children if b"culet.structured.check_worker" in Path(f"/proc/{child}/cmdline").read_bytes()}
+    return {int(child) for child in children if runs_module(child, "culet.structured.check_worker")}
 
 
 @pytest.mark.parametrize("name", ENDLESS)
