@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -170,6 +171,9 @@ def test_tiny_says_that_its_text_is_noise(
     assert "unknown shape: '7B'" in capsys.readouterr().err
 
 
-def test_tiny_is_a_command(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "culet.testing.tiny", tmp_path / "new"], capture_output=True, text=True)
-    assert done.stdout.strip() == str(tmp_path / "new"), done.stderr
+def test_tiny_is_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["tiny", str(tmp_path / "new")])
+    monkeypatch.delitem(sys.modules, "culet.testing.tiny")  # runpy warns of modules that are imported
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("culet.testing.tiny", run_name="__main__", alter_sys=True)
+    assert capsys.readouterr().out.strip() == str(tmp_path / "new")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -22,6 +25,7 @@ MISTAKES = {
     "mixed": lambda place: int(place % 5 == 0 or place % 7 == 0),
 }
 SHAPES = ["E2B", "31B"]
+PAUSED_TOKENS = 20  # of each answer, more than a pause of 11
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -104,6 +108,12 @@ def conversation(pair, num_tokens=14, is_fixed=False, **settings):
     return rig, out, asked
 
 
+@pytest.fixture(scope="module")
+def plain_conversation(default_pair) -> Callable[[int], tuple[Any, ...]]:
+    """What the target says in a conversation by itself, which several tests compare with."""
+    return cache(lambda num_tokens: conversation(default_pair, num_tokens, drafts=False))
+
+
 def test_a_prefix_hit_holds_the_drafters_context(pair):
     """Blocks after a hit are the same as without one, and so is the number of steps. Acceptance does not fall."""
     _, plain, asked = conversation(pair, drafts=False)
@@ -127,15 +137,15 @@ def drafted(rig: Rig) -> list[tuple[list[int], list[int]]]:
 
 
 @matrix({"is_fixed": [False, True], "ahead": [False, True]})
-def test_drafts_after_pauses(default_pair, monkeypatch, is_fixed, ahead):
+def test_drafts_after_pauses(default_pair, plain_conversation, monkeypatch, is_fixed, ahead):
     """Deferred KV gives the same drafts as KV written immediately, and so do prefix hits of sequences that have ended."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
-    _, plain, asked = conversation(default_pair, 30, drafts=False)
+    _, plain, asked = plain_conversation(PAUSED_TOKENS)
     settings = {"told": told_all(asked, plain), "is_wrong": MISTAKES["mixed"], "ahead": ahead, "is_fixed": is_fixed}
     outcomes = {}
     for room, prefix_caching in ((1, False), (4, True), (32, True)):
         monkeypatch.setattr(deferred_kv, "MAX_RING_LEN", room)
-        rig, out, _ = conversation(default_pair, 30, **settings, policy=Pauses(), prefix_caching=prefix_caching)
+        rig, out, _ = conversation(default_pair, PAUSED_TOKENS, **settings, policy=Pauses(), prefix_caching=prefix_caching)
         assert out == plain
         assert rig.runner.deferred.ring_len == room
         counters = rig.scheduler.counters
@@ -152,7 +162,7 @@ def test_deferred_kv_that_is_never_written_fails(default_pair, monkeypatch):
     """The test above fails if the KV of sequences that have ended is not written."""
     due_before = deferred_kv.Ledger.due_before
     monkeypatch.setattr(deferred_kv.Ledger, "due_before", lambda self, plan: due_before(self, plan) and [])
-    rig, _, _ = conversation(default_pair, 30, policy=Pauses(), prefix_caching=True)
+    rig, _, _ = conversation(default_pair, PAUSED_TOKENS, policy=Pauses(), prefix_caching=True)
     with pytest.raises(AssertionError, match="off by"):
         assert_like_oracle(default_pair, rig.rounds, at_least=10)
 
@@ -163,10 +173,10 @@ def test_a_batch_with_pauses(default_pair, monkeypatch, ahead):
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
     monkeypatch.setattr(deferred_kv, "MAX_RING_LEN", 4)
     sampling = replace(GREEDY, temperature=1.0, seed=5)
-    asked = [make_request(f"r{length}", make_prompt(length), 60) for length in (5, 9, 17, 40)]
-    asked += [make_request("many", make_prompt(20), 40, sampling, n=3), make_request("leaves", make_prompt(30), 40)]
+    asked = [make_request(f"r{length}", make_prompt(length), 40) for length in (5, 9, 17, 40)]
+    asked += [make_request("many", make_prompt(20), 30, sampling, n=3), make_request("leaves", make_prompt(30), 40)]
     expected = Rig(default_pair, drafts=False).run(*asked)
-    rig = Rig(default_pair, longest=130, prefix_caching=True, budget=70, policy=Pauses(7, 50), ahead=ahead)
+    rig = Rig(default_pair, longest=110, prefix_caching=True, budget=70, policy=Pauses(7, 50), ahead=ahead)
     again = [replace(request, request_id=f"{request.request_id} again") for request in asked]
     for several in (asked, again):
         out = rig.run(*several, cancel_at={20: several[-1].request_id})
@@ -182,10 +192,10 @@ def test_a_batch_with_pauses(default_pair, monkeypatch, ahead):
 @matrix({"pair": SHAPES, "prefix_caching": [False, True]}, fixtures=["pair"])
 def test_preemption(pair, prefix_caching):
     """There are too few pages for all. Preempted sequences are computed again, including their context."""
-    asked = [make_request(f"r{length}", make_prompt(length), 60) for length in (5, 9, 17, 40)]
+    asked = [make_request(f"r{length}", make_prompt(length), 40) for length in (5, 9, 17, 40)]
     expected = Rig(pair, drafts=False).run(*asked)
     rig = Rig(
-        pair, longest=101, told=told(asked, expected), is_wrong=MISTAKES["mixed"], prefix_caching=prefix_caching, budget=70
+        pair, longest=81, told=told(asked, expected), is_wrong=MISTAKES["mixed"], prefix_caching=prefix_caching, budget=70
     )
     assert rig.run(*asked) == expected
     assert rig.scheduler.counters.preemptions >= 1

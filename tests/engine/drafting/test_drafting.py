@@ -126,9 +126,9 @@ def test_draws_of_fixed_shapes(one_target: Gemma4, name: str) -> None:
 
 @matrix({"target": SHAPES, "prefix_caching": [False, True]}, fixtures=["target"])
 def test_preemption(target: Gemma4, prefix_caching: bool) -> None:
-    requests = [make_request(f"r{index}", make_prompt(8 + index), greedy(), 60) for index in range(4)]
+    requests = [make_request(f"r{index}", make_prompt(8 + index), greedy(), 40) for index in range(4)]
     want = DraftDrive(target, None).run(*requests)
-    num_slabs = least_slabs(DraftDrive(target, None).layout, 80) + 2
+    num_slabs = least_slabs(DraftDrive(target, None).layout, 60) + 2
     tight = {"known": sequences(requests, want), "is_told": often, "num_slabs": num_slabs, "prefix_caching": prefix_caching}
     drive = DraftDrive(target, MTP, **tight)
     assert drive.run(*requests) == want
@@ -254,13 +254,14 @@ SAMPLED = {
 }
 
 
+@pytest.mark.parametrize("total", [20_000, pytest.param(50_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SAMPLED)
-def test_the_distribution_is_the_targets(name: str) -> None:
-    """50,000 verifies of two drafts over a vocabulary of 40 give the distribution that the settings define.
+def test_the_distribution_is_the_targets(name: str, total: int) -> None:
+    """Many verifies of two drafts over a vocabulary of 40 give the distribution that the settings define.
 
     The second token's distribution and penalties depend on the first. Drafts are tokens that are drawn often, seldom and never.
     """
-    vocab, total, batch = 40, 50_000, 2500
+    vocab, batch = 40, 2500
     generator = torch.Generator().manual_seed(3)
     table_VV = torch.randn(vocab, vocab, generator=generator) * 1.5  # logits after each token
     prompt = [7, 9, 9]
@@ -296,7 +297,7 @@ def test_the_distribution_is_the_targets(name: str) -> None:
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5, f"first token: chi2 {statistic:.1f} at {freedom} degrees"
     counts = seconds[drafts[0]]
     statistic, freedom = chi_squared(counts, second_p, counts.total())
-    assert counts.total() > 2000
+    assert counts.total() > total // 25
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5, f"second token: chi2 {statistic:.1f} at {freedom} degrees"
 
 

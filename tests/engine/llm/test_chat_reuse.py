@@ -27,7 +27,7 @@ from tests.matrix import matrix
 NUM_TURNS = 5
 QUESTION = "Why is the sky blue, and who could cut the diamond? Tell me a story about a fox."
 # Answers are plain words, because tokens that steer the template would not come back as they were drawn.
-PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias=dict.fromkeys(SPECIAL_TOKENS, -100.0))
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias=dict.fromkeys(SPECIAL_TOKENS, -100.0))
 TOOLS = [{"type": "function", "function": {"name": "weigh", "parameters": {"type": "object", "properties": {}}}}]
 BUDGETS = [512, 40]
 

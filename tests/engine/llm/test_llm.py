@@ -22,7 +22,7 @@ from culet.types import StepPlan
 from tests.engine.llm.oracle import EOS, SHAPES, VOCAB, WINDOW, assert_greedy, folder_of, oracle_logprobs, prompt
 from tests.matrix import matrix
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 LENGTHS = (1, 7, WINDOW, WINDOW + 1, 3 * WINDOW + 5, 5 * WINDOW)  # shorter than, equal to and several times the window
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
@@ -167,7 +167,7 @@ def test_greedy_samples_are_equal(llm: LLM) -> None:
 
 
 def test_seeds_do_not_depend_on_the_batch(llm: LLM) -> None:
-    params = [SamplingParams(seed=seed, max_tokens=24, ignore_eos=True) for seed in range(6)]
+    params = [SamplingParams(seed=seed, max_tokens=12, ignore_eos=True) for seed in range(6)]
     prompts = prompts_of()
     together = [result.token_ids for result in llm.generate(prompts, params)]
     alone = [llm.generate([token_ids], own)[0].token_ids for token_ids, own in zip(prompts, params, strict=True)]

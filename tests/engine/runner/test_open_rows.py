@@ -120,10 +120,10 @@ def test_output_is_that_without_drafts(target: Gemma4, is_fixed: bool, is_told: 
 @matrix({"target": TARGETS, "is_tight": {"preemption": True, "prefix hits": False}}, fixtures=["target"])
 def test_pages_in_flight(target: Gemma4, is_tight: bool) -> None:
     """Run with preemption or prefix hits, and with cancels, while drafts are open."""
-    asked = [make_request(f"r{index}", make_prompt((8 if is_tight else 40) + index), greedy(), 60) for index in range(4)]
+    asked = [make_request(f"r{index}", make_prompt((8 if is_tight else 40) + index), greedy(), 40) for index in range(4)]
     want = DraftDrive(target, None).run(*asked)
     known = sequences(asked, want)
-    num_slabs = least_slabs(DraftDrive(target, None).layout, 80) + 2 if is_tight else 300
+    num_slabs = least_slabs(DraftDrive(target, None).layout, 60) + 2 if is_tight else 300
     drive = DraftDrive(target, MTP, known=known, is_told=often, num_slabs=num_slabs, prefix_caching=True, is_fixed=True)
     use_fixed_draws(drive.runner)
     served = replay_by_hand(drive.runner)
@@ -144,7 +144,7 @@ def test_pages_in_flight(target: Gemma4, is_tight: bool) -> None:
 def test_a_drafter_with_pages_of_its_own(pair, mistake, monkeypatch):
     """Every block matches the oracle, so the drafter's context is in place wherever the row began."""
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
-    asked = requests(60)
+    asked = requests(40)
     expected = DFlashRig(pair, drafts=False).run(*asked)
     rig = DFlashRig(pair, told=told(asked, expected), is_wrong=MISTAKES[mistake], has_spare=True, ahead=True)
     use_fixed_shapes(rig, has_draws=True)
