@@ -159,6 +159,9 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
         if isinstance(self.structured_outputs, Mapping):
             object.__setattr__(self, "structured_outputs", _read_structured(self.structured_outputs))
+        elif not isinstance(self.structured_outputs, StructuredOutputs | GrammarSpec | None):
+            got = type(self.structured_outputs).__name__
+            raise BadRequest(f"structured_outputs: got {got}, expected StructuredOutputs or a mapping with its fields")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
         _check_number("temperature", self.temperature, 0.0, 100.0)
@@ -188,12 +191,12 @@ class SamplingParams:
 
 
 def _read_structured(given: Mapping[str, Any]) -> StructuredOutputs:
-    """Return the form that a mapping describes, such as {"regex": "[0-9]+"}."""
+    """Return the form that a mapping describes, such as {"regex": "[0-9]+"}. Fields of vLLM's that are off are ignored."""
     known = [field.name for field in fields(StructuredOutputs)]
-    for name in given:
-        if name not in known:
+    for name, value in given.items():
+        if name not in known and value not in (None, False):
             raise BadRequest(f"structured_outputs: got {name!r}, expected one of: {', '.join(known)}")
-    return StructuredOutputs(**given)
+    return StructuredOutputs(**{name: value for name, value in given.items() if name in known})
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:

@@ -121,7 +121,7 @@ class AsyncLLM:
                 self._thread.send(partial(self._thread.jobs.cancel, waiter.job))
 
     async def get_tokenizer(self) -> ChatTokenizer:
-        """Return the tokenizer, whose methods are those of transformers."""
+        """Return the tokenizer, with the commonly used methods of those in transformers."""
         return self._chat_tokenizer
 
     def shutdown(self) -> None:

@@ -75,9 +75,9 @@ class Engine:
         if request.grammar is not None:
             self._grammars.check(request.grammar)
 
-    def tool_call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> GrammarSpec:
-        """Return a grammar that limits tool calls to `tools`."""
-        return self._grammars.call_grammar(tools)
+    def tool_call_grammar(self, tools: Sequence[Mapping[str, Any]], document: GrammarSpec | None = None) -> GrammarSpec:
+        """Return a grammar that limits tool calls to `tools`. With a `document`, the answer is one or consists of calls."""
+        return self._grammars.call_grammar(tools, document)
 
     def prepare_grammars(self) -> None:
         """Index the vocabulary now. Otherwise the first grammar blocks the engine for about 3 s."""

@@ -15,10 +15,11 @@ from culet.engine.jobs import Job, JobLoop, Result, check_params, offline_config
 from culet.engine.progress import show_progress
 from culet.engine.prompts import Message, Prompt, PromptReader, TokenizedPrompt, Tool, as_list
 from culet.errors import BadRequest, InternalError, UserError
+from culet.structured.tool_grammar import allows_calls
 from culet.text.chat_tokenizer import ChatTokenizer
 from culet.text.messages import continued_text, read_template_options
 from culet.text.output import MakeOutput, OutputDelta, chat_output, plain_output
-from culet.types import GrammarSpec, Request, SamplingParams
+from culet.types import Request, SamplingParams
 
 
 class LLM:
@@ -56,7 +57,7 @@ class LLM:
         return self._loop.engine
 
     def get_tokenizer(self) -> ChatTokenizer:
-        """Return the tokenizer, whose methods are those of transformers."""
+        """Return the tokenizer, with the commonly used methods of those in transformers."""
         return ChatTokenizer(self.engine.tokenizer, self.engine.chat_template)
 
     def generate(
@@ -132,8 +133,9 @@ class LLM:
         else:
             all_params = [_after_thought(params) if _thinks(enable_thinking, params) else params for params in all_params]
         if tools and constrain_tool_calls:
-            grammar = self.engine.tool_call_grammar(tools)
-            all_params = [_hold_calls(params, grammar) for params in all_params]
+            distinct = {id(params): params for params in all_params}
+            held = {key: self._hold_calls(params, tools) for key, params in distinct.items()}
+            all_params = [held[id(params)] for params in all_params]
         return self._run(prompts, all_params, self._chat_output(tools, unmarked_tool_calls), use_tqdm)
 
     def stream(
@@ -162,7 +164,7 @@ class LLM:
         if enable_thinking:
             params = _after_thought(params)
         if is_chat and tools and constrain_tool_calls:
-            params = _hold_calls(params, self.engine.tool_call_grammar(tools))
+            params = self._hold_calls(params, tools)
         request = self._loop.make_request(prompts[0].token_ids, params, prompts[0].media, prompts[0].items)
         job = Job(request, params, self._chat_output(tools, unmarked_tool_calls) if is_chat else self._plain_output())
         job.unread = deque()
@@ -179,6 +181,14 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _hold_calls(self, params: SamplingParams, tools: Sequence[Tool]) -> SamplingParams:
+        """Return the same params with a grammar for calls of `tools`. If they have a form, calls may take its place."""
+        form = params.structured_outputs
+        document = None if form is None else form.spec()
+        if document is not None and not allows_calls(document):
+            return params
+        return replace(params, structured_outputs=self.engine.tool_call_grammar(tools, document))
 
     def _plain_output(self) -> MakeOutput:
         return partial(plain_output, self.engine.tokenizer)
@@ -284,11 +294,6 @@ def _continue_form(params: SamplingParams, text: str) -> SamplingParams:
     """Return the same params, except that structured outputs hold for `text` and the output together."""
     form = params.structured_outputs
     return params if form is None else replace(params, structured_outputs=replace(form.spec(), prefix=text.lstrip()))
-
-
-def _hold_calls(params: SamplingParams, grammar: GrammarSpec | None) -> SamplingParams:
-    """Return the same params with the grammar of tool calls, unless they have a form of their own."""
-    return params if params.structured_outputs is not None else replace(params, structured_outputs=grammar)
 
 
 def _params_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -58,11 +58,14 @@ class GrammarQueue:
         """Raise if the spec cannot be compiled within the limits. Blocks until this is known."""
         self._check.check(spec)
 
-    def call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> GrammarSpec:
-        """Return the grammar of one call of `tools`. Blocks until it is known.
+    def call_grammar(self, tools: Sequence[Mapping[str, Any]], document: GrammarSpec | None = None) -> GrammarSpec:
+        """Return the grammar of one call of `tools`, or of a document or calls. Blocks until it is known.
 
-        Tools whose schemas exceed the limits may be called with any arguments, and the log says so.
+        Tools whose schemas exceed the limits may be called with any arguments, and the log says so. Beside a document, that is
+        an error.
         """
+        if document is not None:
+            return replace(self._check.check(tool_form(tools, document=document)), after_thought=document.after_thought)
         return replace(self._check.check(tool_form(tools, one_call=True, is_lenient=True)), on_call=True)
 
     def submit(self, request: Request) -> bool:

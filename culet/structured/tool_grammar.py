@@ -71,6 +71,14 @@ def expand(fields: Mapping[str, Any]) -> GrammarSpec:
     return GrammarSpec("lark", text)
 
 
+def allows_calls(document: GrammarSpec) -> bool:
+    """Return whether an answer of this form may be tool calls instead.
+
+    A grammar of the client's own decides everything, and a document that has begun is not a call.
+    """
+    return document.kind != "lark" and not document.prefix
+
+
 def document_or_calls(document: GrammarSpec, calls: str) -> str:
     """Return a grammar for a document or for tool calls. The first of the Lark rules in `calls` must be named `calls`."""
     if document.kind == "json_schema":

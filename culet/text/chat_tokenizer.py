@@ -51,8 +51,14 @@ class ChatTokenizer:
         """The ids of control tokens, which are not text."""
         return sorted(self._tokenizer.special_ids)
 
-    def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Encoding:
-        """Tokenize a text, or each text in a list. The result has `input_ids` and `attention_mask`, as in transformers."""
+    def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True, **options: Any) -> Encoding:
+        """Tokenize a text, or each text in a list. The result has `input_ids` and `attention_mask`, as in transformers.
+
+        Of transformers' `options`, only values that change nothing are allowed.
+        """
+        for name, value in options.items():
+            if value not in (None, False):
+                raise BadRequest(f"{name}: got {value!r}, which is not supported", hint="the result has plain lists of ids")
         ids: Any
         if isinstance(text, str):
             ids = self.encode(text, add_special_tokens=add_special_tokens)

@@ -188,7 +188,8 @@ class SampleOutput:
         if reason in _ENGINE_ENDED:
             return reason.value
         output = self._reader.output()
-        if reason is FinishReason.LENGTH and not (output.has_ended or (self._single_call and output.tool_calls)):
+        has_called = self._single_call and any(call.is_complete for call in output.tool_calls)
+        if reason is FinishReason.LENGTH and not (output.has_ended or has_called):
             return reason.value
         return TOOL_CALLS if output.tool_calls else FinishReason.STOP.value
 

@@ -9,7 +9,9 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from msgspec import convert
 
+from culet.serve.api.openai.responses_protocol import ResponsesRequest, messages_of
 from tests.serve.conftest import ANSWER
 from tests.serve.running import Running
 from tests.serve.test_structured_requests import SCHEMA
@@ -121,6 +123,17 @@ def test_a_schema_and_a_required_tool_are_enforced(tiny: Running) -> None:
     for choice in ("required", {"type": "function", "name": "get_weather"}):
         (call,) = tiny.openai().responses.create(tool_choice=choice, **fields).output
         assert isinstance(json.loads(call.arguments)["days"], int)
+
+
+def test_text_after_a_call_belongs_to_its_message() -> None:
+    """A stream has its items in the order of the answer, and clients send them back."""
+    call = {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": "{}"}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]}
+    result = {"type": "function_call_output", "call_id": "a", "output": "sun"}
+    for items in ([call, said, result], [said, call, result]):
+        body = convert({"model": "gemma", "input": [{"role": "user", "content": "Weather?"}, *items]}, ResponsesRequest)
+        _, spoken, told = messages_of(body, 100)
+        assert (spoken["content"], len(spoken["tool_calls"]), told["role"]) == ("I look.", 1, "tool")
 
 
 def test_stored_state_is_refused(fake: Running) -> None:

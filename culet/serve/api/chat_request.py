@@ -19,7 +19,7 @@ from culet.serve.answers.turns import json_size
 from culet.serve.generation import Generation, Origin
 from culet.serve.service import Service
 from culet.structured.check import Form
-from culet.structured.tool_grammar import ToolForm, tool_form
+from culet.structured.tool_grammar import ToolForm, allows_calls, tool_form
 from culet.text.output import chat_output
 from culet.types import MAX_GRAMMAR_CHARS, GrammarSpec, SamplingParams
 
@@ -161,7 +161,7 @@ def _form(document: GrammarSpec | None, tools: Sequence[Mapping[str, Any]], tool
     Tools are not expanded to a grammar here, because that takes long.
     """
     is_required = tool_choice == "required" or tool_choice.startswith("=")
-    if not is_required and (document is None or not tools or document.kind == "lark" or document.prefix):
-        return document  # a client's own grammar decides everything, and a document that has begun is not a call
+    if not is_required and (document is None or not tools or not allows_calls(document)):
+        return document
     name = tool_choice[1:] if tool_choice.startswith("=") else None
     return tool_form(tools, name=name, one_call=single_call, document=None if is_required else document)

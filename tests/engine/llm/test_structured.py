@@ -78,6 +78,23 @@ def params(schema: Any, seed: int, **others: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 200, "seed": seed, "temperature": 1.0, "structured_outputs": form, **others})
 
 
+@pytest.mark.parametrize("bias", [-100.0, 100.0])
+def test_an_answer_is_a_document_or_calls(llm: LLM, bias: float) -> None:
+    weather = {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]},
+    }
+    opens = llm.get_tokenizer().convert_tokens_to_ids("<|tool_call>")
+    asked = params({"enum": ["yes", "no"]}, 3, max_tokens=40, logit_bias={opens: bias})
+    (result,) = llm.chat([{"role": "user", "content": "Hi"}], asked, tools=[{"type": "function", "function": weather}])
+    if bias < 0:
+        assert json.loads(result.text) in ("yes", "no")
+    else:
+        assert not result.text.strip()
+        assert all(call.arguments["days"] in (1, 2) for call in result.tool_calls if call.is_complete)
+        assert result.tool_calls[0].is_complete
+
+
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_finished_document_is_valid(llm: LLM, name: str) -> None:
     """This holds at every temperature, with penalties and biases that work against the grammar."""

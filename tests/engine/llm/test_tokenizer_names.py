@@ -32,7 +32,9 @@ def test_text_and_ids(llm: LLM) -> None:
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.encode("Hello", add_special_tokens=False) == ids[1:]
     assert tokenizer("Hello").input_ids == tokenizer("Hello")["input_ids"] == ids
-    assert tokenizer(["Hello", "x"]).attention_mask[0] == [1] * len(ids)
+    assert tokenizer(["Hello", "x"], return_tensors=None, padding=False).attention_mask[0] == [1] * len(ids)
+    with pytest.raises(BadRequest, match="return_tensors"):
+        tokenizer("Hello", return_tensors="pt")
     assert tokenizer.decode(ids) == "<bos>Hello"
     assert tokenizer.batch_decode([ids, ids[1:]], skip_special_tokens=True) == ["Hello", "Hello"]
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<eos>", 1)

@@ -239,6 +239,11 @@ def test_forms_are_checked() -> None:
     ordered = StructuredOutputs(json={"properties": {"b": {}, "a": {}}}).spec().text
     assert ordered.index('"b"') < ordered.index('"a"'), "keys are written in the order of the schema"
     assert SamplingParams(structured_outputs=StructuredOutputs(choice=["a"])).structured_outputs is not None
+    off = {"disable_fallback": False, "whitespace_pattern": None}
+    assert SamplingParams(structured_outputs={"regex": "a", **off}).structured_outputs == StructuredOutputs(regex="a")
+    for wrong in ("x", {"regex": "a", "disable_fallback": True}):
+        with pytest.raises(BadRequest, match="structured_outputs: got"):
+            SamplingParams(structured_outputs=wrong)  # type: ignore[arg-type]
 
 
 # The process that checks grammars

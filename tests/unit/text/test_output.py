@@ -169,6 +169,13 @@ def test_a_single_call_ends_the_sample(tokenizer: Tokenizer, size: int) -> None:
     assert len(both.output().tool_calls) == 2
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_single_call_that_is_cut_is_no_call(tokenizer: Tokenizer, size: int) -> None:
+    output = chat(tokenizer, single_call=True)
+    feed(output, tokenizer.encode(CITY)[:-4], size, FinishReason.LENGTH)
+    assert output.finish_reason == "length"
+
+
 def test_tools_decide_what_bare_words_mean(tokenizer: Tokenizer) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"zip": {"type": "string"}}}}}]
     ids = tokenizer.encode("<|tool_call>call:f{zip:7}<tool_call|>")

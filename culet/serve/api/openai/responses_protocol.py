@@ -159,13 +159,21 @@ def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
         else:
             separator = "" if item.role == "assistant" else "\n"  # the parts of an answer are one text
             content = content_of(item.content, f"{where}.content", separator)
-            messages.append({"role": item.role or "user", "content": content})
+            if item.role == "assistant" and _awaits_text(messages):
+                messages[-1]["content"] = content
+            else:
+                messages.append({"role": item.role or "user", "content": content})
         if thought and item.type != "reasoning" and messages[-1]["role"] == "assistant":
             messages[-1].setdefault("reasoning_content", thought)
             thought = None
     if not messages:
         raise BadRequest("input: got no message, expected at least one")
     return messages
+
+
+def _awaits_text(messages: list[dict[str, Any]]) -> bool:
+    """Return whether the last message has only calls so far. Text that the model wrote after a call belongs to it."""
+    return bool(messages) and "tool_calls" in messages[-1] and "content" not in messages[-1]
 
 
 def _add_call(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
