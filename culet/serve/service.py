@@ -125,6 +125,8 @@ class Service:
             control_tokens=() if config.model.allow_control_tokens else self.tokenizer.control_tokens,
             limits=RenderLimits(num_processes=settings.text_workers),
         )
+        if config.model.chat_template is not None:  # A bad template of a checkpoint only leads to a warning (`_warm_up`).
+            self.template.compile()
         self.media = MediaReader.of_checkpoint(self.checkpoint.config, None if is_random else folder, config.media)
         if not is_random:  # The checkpoint is downloaded now, so the engine process need not look it up again.
             self.config = replace(config, model=replace(config.model, model=str(folder), revision=None))
@@ -230,7 +232,7 @@ class Service:
             self.template.render([{"role": "user", "content": "1"}])
             problem = self.template.find_problem()
         except CuletError as error:
-            problem = f"cannot be rendered: {error.message}"
+            problem = f"cannot be rendered, so chats are refused and only completions are answered: {error.message}"
         if problem:
             logger.warning(
                 "the chat template (%s) %s; --chat-template built-in uses Culet's own", self.template.origin, problem

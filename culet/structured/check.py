@@ -25,7 +25,7 @@ from msgspec import Raw
 from culet.errors import BadRequest, QueueFull
 from culet.line_process import LineProcess
 from culet.log import logger
-from culet.structured.tool_grammar import ToolForm
+from culet.structured.tool_grammar import STRICT_HINT, ToolForm
 from culet.text.tokenizer import Tokenizer
 from culet.types import GrammarSpec
 
@@ -185,7 +185,9 @@ class GrammarCheck:
         verdict = self._ask(check, form, limit_s * (_LENIENT_SHARE if lenient else 1))
         if verdict.is_late and limit_s < _FULL_SHARE * self.time_limit_s:
             raise QueueFull(_WHY_LATE, hint="try again later")
-        return self._free_costly(check, lenient, limit_s) if verdict.error and lenient else verdict
+        if lenient is None:
+            return verdict
+        return _hold_strict(lenient, self._free_costly(check, lenient, limit_s) if verdict.error else verdict)
 
     def _free_costly(self, check: Check, form: ToolForm, limit_s: float) -> Verdict:
         """Return the verdict on a lenient form that takes too much time or memory. Tools that do so alone are free in it."""
@@ -245,6 +247,15 @@ class GrammarCheck:
                 process.end()
         first_line = json.dumps({"names": self._names, "max_bytes": MAX_BYTES})
         return LineProcess("culet.structured.check_worker", "compiles grammars", first_line)
+
+
+def _hold_strict(form: ToolForm, verdict: Verdict) -> Verdict:
+    """Return the verdict on a lenient form. It is an error if a strict tool would be free."""
+    for index, tool in enumerate(msgspec.json.decode(form.tools) if verdict.free_tools else ()):
+        why = verdict.free_tools.get(tool["function"]["name"])
+        if why is not None and tool["function"].get("strict"):
+            return Verdict(why, STRICT_HINT, field=f"tools[{index}]")
+    return verdict
 
 
 def _line(form: Form) -> str:

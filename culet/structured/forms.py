@@ -32,6 +32,9 @@ class ResponseFormat(Struct):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    schema_: SchemaText = field(name="schema", default=UNSET)  # without the wrapper, as in llama.cpp
+    value: SchemaText = UNSET  # the same in TGI
+    strict: bool | None = None
 
 
 AnySchema = Annotated[Raw, Meta(extra_json_schema={"type": ["object", "string", "null"]})] | UnsetType  # or JSON in a string
@@ -71,8 +74,8 @@ def form_of(
     """
     given = {name: getattr(aliases, name) for name in FormAliases.__struct_fields__}
     given = {name: value for name, value in given.items() if _is_given(value)}
-    names = [] if own is None else [own.field]
-    names += ["response_format"] if response_format is not None and response_format.type != "text" else []
+    response = None if response_format is None else _response_form(response_format)
+    names = [form.field for form in (own, response) if form is not None]
     names += ["structured_outputs"] if structured_outputs is not None else []
     names += given
     if len(names) > 1:
@@ -81,7 +84,7 @@ def form_of(
         return _structured_form(StructuredFields(**{name.removeprefix("guided_"): value}), name)
     if structured_outputs is not None:
         return _structured_form(structured_outputs)
-    return _response_form(response_format) if response_format is not None else own
+    return response or own
 
 
 def _is_given(value: object) -> bool:
@@ -105,15 +108,31 @@ def _structured_form(fields: StructuredFields, alias: str = "") -> GrammarSpec:
     return form if schema is None else schema_form(schema, form.field, strict=True)
 
 
-def _response_form(response_format: ResponseFormat) -> GrammarSpec | None:
-    if response_format.type == "text":
+def _response_form(asked: ResponseFormat) -> GrammarSpec | None:
+    """Return the form that `response_format` asks for. Its schema may be in any of three places, but only in one of them."""
+    named = asked.json_schema
+    places = {
+        "json_schema.schema": None if named is None else named.schema_,
+        "schema": asked.schema_,
+        "value": asked.value,
+    }
+    given = [name for name, schema in places.items() if given_schema(schema) is not None]
+    if len(given) > 1:
+        raise BadRequest(f"response_format.{given[1]}: cannot be combined with response_format.{given[0]}")
+    if asked.type == "text" and (given or named is not None):
+        place = given[0] if given else "json_schema"
+        raise BadRequest(f"response_format.{place}: got a schema, but the type is text", hint="set the type to json_schema")
+    if not given and (asked.type == "json_schema" or named is not None):
+        hint = '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {...}}}, with the JSON schema for {...}'
+        raise BadRequest("response_format.json_schema.schema: a JSON schema is required", hint=hint)
+    if asked.type == "text":
         return None
-    if response_format.type == "json_object":
+    if not given:
         return any_object("response_format")
-    named = response_format.json_schema
-    if named is None:
-        raise BadRequest("response_format.json_schema: a name and a schema are required")
-    return schema_form(named.schema_, "response_format", strict=bool(named.strict))
+    is_strict = bool(asked.strict or (named is not None and named.strict))
+    form = schema_form(places[given[0]], "response_format", strict=is_strict)
+    is_any = asked.type == "json_object" and not form.text.strip("{} \t\r\n")  # an empty schema does not ask for an object
+    return any_object("response_format") if is_any else form
 
 
 def any_object(field: str) -> GrammarSpec:

@@ -22,7 +22,10 @@ from msgspec import Raw, Struct
 from culet.errors import BadRequest
 from culet.structured.compiled_grammar import alternatives
 from culet.structured.schema.rules import COMMON, Rules, literal, too_large
+from culet.structured.schema.strict import unenforced
 from culet.types import MAX_GRAMMAR_CHARS, WHITE_SPACE, GrammarSpec
+
+STRICT_HINT = "change the schema, or omit strict"
 
 
 class ToolForm(Struct, frozen=True):
@@ -55,7 +58,7 @@ def tool_form(
         function = tool.get("function", tool)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRequest("tools: expected functions with a name", hint='{"type": "function", "function": {"name": ...}}')
-        schemas.append({"function": {key: function.get(key) for key in ("name", "parameters")}})
+        schemas.append({"function": {key: function.get(key) for key in ("name", "parameters", "strict")}})
     return ToolForm(Raw(msgspec.json.encode(schemas)), name, one_call, document, is_lenient)
 
 
@@ -121,6 +124,11 @@ def call_rules(
         if function["name"] in free:
             arguments: str | None = "any_object"
         else:
+            if function.get("strict") and (keywords := unenforced(parameters)):
+                names = ", ".join(map(literal, keywords))
+                raise BadRequest(
+                    f"{function['name']} is strict, but these keywords cannot be enforced: {names}", hint=STRICT_HINT
+                )
             arguments = rules.of_arguments(parameters if isinstance(parameters, Mapping) else {})
         if arguments is None:
             raise BadRequest(f"no arguments fit the schema of {function['name']}")

@@ -196,6 +196,10 @@ class ChatTemplate:
             return "writes the results of tools as turns of their own, which the model was not trained on"
         return ""
 
+    def compile(self) -> None:
+        """Start a process now. Raise if the template cannot be compiled."""
+        self._give_back(self._take())
+
     def warm_up(self) -> None:
         """Start all processes now, so that the first conversations do not wait for them."""
         for _ in range(self._limits.num_processes - len(self._idle)):
@@ -273,7 +277,7 @@ class ChatTemplate:
             process.end()
             raise CheckpointError(
                 f"chat template ({self.origin}): {reply['error']}",
-                hint="fix the template, or remove it to use the built-in one",
+                hint="fix the template, or use --chat-template built-in, which is Culet's own",
             )
         self._has_compiled = True
         return process

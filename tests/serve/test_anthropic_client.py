@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import anthropic
+import msgspec
 import pytest
 
+from culet.serve.api.anthropic_blocks import ToolResultBlock, result_of
 from tests.serve.conftest import ANSWER
 from tests.serve.running import Running
 
@@ -165,3 +167,24 @@ def test_a_key_is_required(scripted: Callable[..., Running]) -> None:
             wrong.messages.create(model="gemma", max_tokens=20, messages=HELLO)
         assert server.http.get("/metrics").status_code == 200
         assert server.http.get("/metrics", headers={"authorization": "Bearer wrong"}).status_code == 401
+
+
+IMAGE: Any = {"type": "image", "source": {"type": "base64", "data": "AAAA"}}
+SAID: Any = {"type": "text", "text": "no such file"}
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ("no such file", "error: no such file"),
+        ([SAID], "error: no such file"),
+        ([SAID, IMAGE, SAID], ["error: no such file", None, "no such file"]),
+        ([IMAGE, SAID], [None, "error: no such file"]),
+        ([IMAGE], ["error:", None]),
+        (None, "error: "),
+    ],
+)
+def test_the_result_of_a_tool_that_failed(content: Any, texts: Any) -> None:
+    fields = {"type": "tool_result", "tool_use_id": "a", "content": content, "is_error": True}
+    result = result_of(msgspec.convert(fields, ToolResultBlock), "x")
+    assert (result if isinstance(result, str) else [part.get("text") for part in result]) == texts

@@ -34,6 +34,60 @@ def test_other_names_of_structured_outputs(tiny: Running, fields: dict[str, Any]
     assert re.fullmatch(pattern, answer["choices"][0]["message"]["content"])
 
 
+FOUR: Any = {"const": 4}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_schema", "json_schema": {"schema": FOUR}},
+        {"type": "json_object", "json_schema": {"schema": FOUR}},
+        {"type": "json_schema", "schema": FOUR},
+        {"type": "json_object", "schema": FOUR},
+        {"type": "json_object", "value": FOUR},
+        {"type": "json_object", "schema": json.dumps(FOUR), "value": None},
+    ],
+)
+def test_places_of_the_schema_in_response_format(tiny: Running, form: dict[str, Any]) -> None:
+    answer = tiny.chat(messages=HELLO, max_tokens=8, response_format=form).json()
+    assert answer["choices"][0]["message"]["content"] == "4"
+
+
+@pytest.mark.parametrize("schema", [{}, None, "{ }"])
+def test_an_empty_schema_beside_json_object_means_any_object(tiny: Running, schema: Any) -> None:
+    answer = tiny.chat(messages=HELLO, max_tokens=1, temperature=0, response_format={"type": "json_object", "schema": schema})
+    assert answer.json()["choices"][0]["message"]["content"].startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("form", "problem"),
+    [
+        ({"type": "json_schema"}, "response_format.json_schema.schema: a JSON schema is required"),
+        ({"type": "json_schema", "schema": None}, "response_format.json_schema.schema: a JSON schema is required"),
+        ({"type": "json_schema", "json_schema": {"type": "object"}}, "response_format.json_schema.schema: a JSON schema is"),
+        ({"type": "json_object", "json_schema": {"$ref": "#/x"}}, "response_format.json_schema.schema: a JSON schema is"),
+        ({"type": "text", "schema": FOUR}, "response_format.schema: got a schema, but the type is text"),
+        ({"type": "text", "json_schema": {"name": "x"}}, "response_format.json_schema: got a schema, but the type is text"),
+        (
+            {"type": "json_schema", "schema": FOUR, "value": FOUR},
+            "response_format.value: cannot be combined with response_form",
+        ),
+        ({"type": "json_object", "schema": {"not": {}}, "strict": True}, "response_format: these keywords cannot be enforced"),
+    ],
+)
+def test_nothing_in_response_format_is_ignored(tiny: Running, form: dict[str, Any], problem: str) -> None:
+    response = tiny.chat(messages=HELLO, max_tokens=8, response_format=form)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(problem)
+
+
+def test_response_format_text_leaves_other_forms_alone(tiny: Running) -> None:
+    form = {"format": {"type": "json_schema", "schema": FOUR}}
+    body = {"input": "Hello", "max_output_tokens": 20, "text": form, "response_format": {"type": "text"}}
+    answer = tiny.http.post("/v1/responses", json=body).json()
+    assert answer["output"][-1]["content"][0]["text"] == "4"
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
@@ -172,6 +226,34 @@ def test_continue_the_last_message(tiny: Running, encode: Callable[[str], list[i
     assert tiny.chat(messages=parts, **fields).json()["choices"] == answer["choices"]
     body = {"messages": said, "add_generation_prompt": False, "continue_final_message": True}
     assert tiny.http.post("/tokenize", json=body).json()["tokens"] == prompt
+
+
+def test_a_message_with_prefix_is_continued(tiny: Running) -> None:
+    """DeepSeek's and Mistral's clients mark the message itself."""
+    fields = {"max_tokens": 12, "temperature": 0}
+    said = {"role": "assistant", "content": "Once upon a"}
+    asked = tiny.chat(messages=[*HELLO, said], add_generation_prompt=False, continue_final_message=True, **fields).json()
+    marked = [*HELLO, {**said, "prefix": True}]
+    assert tiny.chat(messages=marked, **fields).json()["choices"] == asked["choices"]
+    assert tiny.http.post("/tokenize", json={"messages": marked}).json()["count"] == asked["usage"]["prompt_tokens"]
+    plain = tiny.chat(messages=[*HELLO, {**said, "prefix": False}], **fields).json()
+    assert plain["usage"]["prompt_tokens"] > asked["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "problem"),
+    [
+        ([{"role": "user", "content": "x", "prefix": True}], "messages[0].prefix: the last message must be the assistant's"),
+        (
+            [*HELLO, {"role": "assistant", "content": "x", "prefix": True}, *HELLO],
+            "messages[1].prefix: got true, but only the last message can be continued",
+        ),
+    ],
+)
+def test_a_prefix_in_another_message(fake: Running, messages: Any, problem: str) -> None:
+    response = fake.chat(messages=messages)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(problem)
 
 
 PARTS = ["Once ", "upon", " a"]

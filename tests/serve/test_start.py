@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,6 +49,30 @@ def test_invalid_settings(arguments: list[str], message: str) -> None:
     assert lines[0].startswith("error: ")
     assert len(lines) == 2
     assert lines[1].startswith("hint: ")
+
+
+def test_a_chosen_template_with_an_error_of_syntax(folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text("{{ bos_token }}\n{% for message in messages %}\n{% if %}\n", encoding="utf-8")
+    done = culet_serve(str(folder), "--chat-template", str(template), "--device", "cpu")
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert lines[0].startswith("error: chat template (mine.jinja): ")
+    assert lines[0].endswith("(line 3)")
+    assert lines[1].startswith("hint: ")
+    assert len(lines) == 2
+
+
+def test_a_checkpoints_template_with_an_error_of_syntax(
+    folder: Path, tmp_path: Path, encode: Callable[[str], list[int]]
+) -> None:
+    """The server can still answer completions, and the log says so."""
+    copied = shutil.copytree(folder, tmp_path / "model")
+    (copied / "chat_template.jinja").write_text("{% if %}", encoding="utf-8")
+    with Running(copied, script={"answers": [encode("Hi.<turn|>")]}) as server:
+        assert server.http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+        assert server.chat().status_code >= 400
+        assert "chats are refused and only completions are answered: chat template (chat_template.jinja): " in server.log()
 
 
 def test_a_port_in_use(folder: Path) -> None:

@@ -322,3 +322,19 @@ def test_errors_are_plain(fake: Running, fields: dict[str, Any], problem: str) -
 @pytest.mark.parametrize("schema", [{"properties": {"a": True, "b": {"type": ["string", "null"], "required": True}}}, {}, None])
 def test_schemas_that_templates_can_show(fake: Running, schema: Any) -> None:
     assert fake.chat(messages=HELLO, tools=tool_of(schema)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "tool"),
+    [
+        ("/v1/chat/completions", {"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}),
+        ("/v1/messages", {"name": "f", "input_schema": {"not": {}}, "strict": True}),
+    ],
+)
+def test_a_strict_tool_that_cannot_be_held(fake: Running, path: str, tool: Any) -> None:
+    body = {"messages": HELLO, "max_tokens": 4}
+    response = fake.http.post(path, json={**body, "tools": [tool]})
+    problem = 'tools[0]: f is strict, but these keywords cannot be enforced: "not" (hint: change the schema, or omit strict)'
+    assert (response.status_code, response.json()["error"]["message"]) == (400, problem)
+    tool.get("function", tool)["strict"] = False
+    assert fake.http.post(path, json={**body, "tools": [tool]}).status_code == 200

@@ -6,7 +6,7 @@ Three tools write such checkpoints: compressed-tensors, NVIDIA's ModelOpt, and G
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +86,11 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
     Google's QAT weights in bfloat16 carry a quantization_config without a method. Their weights are plain.
     """
     _check_towers(config)
-    found = _find(config)
-    return None if found is None else _read(config, *found)
+    found = {key: read for key, values in _sections(config) if (read := _read(config, key, values)) is not None}
+    if len(found) > 1:
+        first, second, *_ = found
+        raise _error(config, second, f"the weights are quantised, and {first} says so too, expected one of them")
+    return next(iter(found.values()), None)
 
 
 def _check_towers(config: Mapping[str, Any]) -> None:
@@ -121,13 +124,13 @@ def _read(config: Mapping[str, Any], key: str, values: object) -> Quantisation |
     raise _error(config, key, f"the format is {_word(method)}, which Culet does not read")
 
 
-def _find(config: Mapping[str, Any]) -> tuple[str, Any] | None:
+def _sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield all that the config has under CONFIG_KEYS about the text model."""
     text = config.get("text_config")
     for prefix, section in (("", config), ("text_config.", text if isinstance(text, Mapping) else {})):
         for key in CONFIG_KEYS:
             if section.get(key) is not None:
-                return f"{prefix}{key}", section[key]
-    return None
+                yield f"{prefix}{key}", section[key]
 
 
 def _read_method_free(config: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> Quantisation | None:

@@ -71,6 +71,7 @@ class AnthropicTool(Struct):
     input_schema: Schema
     description: Text | None = None
     type: Literal["custom"] | None = None
+    strict: bool | None = None
     input_examples: Refused = UNSET
     defer_loading: Refused = UNSET
 
@@ -255,6 +256,8 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
 
 
 def _form(body: MessagesRequest, config: OutputConfig) -> GrammarSpec | None:
+    if body.output_format is not None and config.format is not None:
+        raise BadRequest("output_format: cannot be combined with output_config.format", hint="omit output_format")
     if body.output_format is not None:
         return schema_form(body.output_format.schema_, "output_format", strict=True)
     return None if config.format is None else schema_form(config.format.schema_, "output_config.format", strict=True)
@@ -276,7 +279,12 @@ def _tools(body: Conversation) -> list[dict[str, Any]]:
     return [
         {
             "type": "function",
-            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+                **({"strict": True} if tool.strict else {}),
+            },
         }
         for tool in body.tools or ()
     ]

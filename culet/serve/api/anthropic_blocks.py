@@ -87,6 +87,15 @@ def result_of(block: ToolResultBlock, where: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return f"error: {content}" if block.is_error else content
     if any(isinstance(part, ImageBlock) for part in content):
-        return [part_of(part, f"{where}[{index}]") for index, part in enumerate(content)]
+        parts = [part_of(part, f"{where}[{index}]") for index, part in enumerate(content)]
+        return _failed(parts) if block.is_error else parts
     text = text_of([part for part in content if isinstance(part, TextBlock)])
     return f"error: {text}" if block.is_error else text
+
+
+def _failed(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parts of a result that is an error. The first text says so."""
+    for index, part in enumerate(parts):
+        if part["type"] == "text":
+            return [*parts[:index], {**part, "text": f"error: {part['text']}"}, *parts[index + 1 :]]
+    return [{"type": "text", "text": "error:"}, *parts]

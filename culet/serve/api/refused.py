@@ -27,6 +27,7 @@ _ON_BY_DEFAULT = (b"null", b"true")
 _ONE = (b"null", b"1", b"1.0")
 _NEUTRAL_OF = {
     "best_of": (b"null", b"0", b"1"),
+    "adaptive_target": (b"null", b"-1", b"-1.0"),
     "repeat_last_n": (b"null", b"-1"),  # penalties count the whole context
     "modalities": (b"null", b"[]", b'["text"]'),
     "function_call": (b"null", b'""', b'"none"', b'"auto"'),
@@ -57,14 +58,19 @@ _HINTS = {
     **dict.fromkeys(
         ("multi_modal_data", "image_data", "video_data", "audio_data"), "send media in the messages of /v1/chat/completions"
     ),
-    "lora_path": "omit the field; the server runs one model without adapters",
+    **dict.fromkeys(("lora_path", "lora"), "omit the field; the server runs one model without adapters"),
+    "session_params": "send the whole conversation; the server finds the part that it knows",
 }
 # Supported fields that do the same as a refused one, best first.
 _INSTEAD = {
     "enable_thinking": ("chat_template_kwargs.enable_thinking", "think"),
     "chat_template_kwargs": ("think",),
     "think": ("chat_template_kwargs.enable_thinking",),
-    "thinking": ("think", "thinking_token_budget"),
+    "thinking": (
+        "think",
+        "reasoning.max_tokens, or chat_template_kwargs.enable_thinking with thinking_token_budget",
+        "thinking_token_budget",
+    ),
     "thinking_budget": ("thinking_token_budget",),
     "thinking_budget_tokens": ("thinking_token_budget",),
     "reasoning_budget": ("thinking_token_budget",),
@@ -133,8 +139,12 @@ class UnsupportedFields(FormAliases, kw_only=True):
     dry_multiplier: Refused = UNSET
     xtc_probability: Refused = UNSET
     dynatemp_range: Refused = UNSET
+    adaptive_target: Refused = UNSET
+    watermark: Refused = UNSET
     logits_processors: Refused = UNSET
     custom_logit_processor: Refused = UNSET
+    custom_params: Refused = UNSET  # of SGLang's logit processors
+    vllm_xargs: Refused = UNSET
     options: Refused = UNSET  # Ollama's
     sampling_params: Refused = UNSET  # SGLang's
     parameters: Refused = UNSET  # TGI's
@@ -155,6 +165,9 @@ class UnsupportedFields(FormAliases, kw_only=True):
     structural_tag: Refused = UNSET
     guided_whitespace_pattern: Refused = UNSET
     ebnf: Refused = UNSET
+    grammar_lazy: Refused = UNSET
+    grammar_triggers: Refused = UNSET
+    n_indent: Refused = UNSET
     json_schema: Refused = UNSET
     format: Refused = UNSET
     output_format: Refused = UNSET
@@ -168,6 +181,7 @@ class UnsupportedFields(FormAliases, kw_only=True):
     logprobs: Refused = UNSET
     top_logprobs: Refused = UNSET
     prompt_logprobs: Refused = UNSET
+    logprob_token_ids: Refused = UNSET
     n_probs: Refused = UNSET
     return_token_ids: Refused = UNSET
     return_tokens_as_token_ids: Refused = UNSET
@@ -204,6 +218,7 @@ class UnsupportedFields(FormAliases, kw_only=True):
     chat_template: Refused = UNSET  # a template is a program, so requests cannot send one
     chat_template_kwargs: Refused = UNSET
     mm_processor_kwargs: Refused = UNSET
+    media_io_kwargs: Refused = UNSET
     multi_modal_data: Refused = UNSET
     image_data: Refused = UNSET
     video_data: Refused = UNSET
@@ -214,7 +229,9 @@ class UnsupportedFields(FormAliases, kw_only=True):
     functions: Refused = UNSET  # OpenAI's tools before there were `tools`
     function_call: Refused = UNSET
     web_search_options: Refused = UNSET
+    session_params: Refused = UNSET
     lora_path: Refused = UNSET
+    lora: Refused = UNSET
 
 
 def refuse_unsupported(fields: Struct, prefix: str = "", *, thinks: bool = False, outer: Struct | None = None) -> None:
@@ -241,6 +258,8 @@ def _is_neutral(name: str, value: memoryview, fields: Struct, thinks: bool) -> b
     """Return whether a value, as JSON, says what holds without it."""
     if name in _SWITCHES:
         return value in (b"null", b"true" if thinks else b"false")
+    if name == "best_of" and value == str(getattr(fields, "n", None)).encode():  # as many as are returned
+        return True
     if name == "repeat_last_n" and bytes(value).isdigit() and _has_no_penalty(fields):
         return True
     return value in _NEUTRAL_OF.get(name, _NEUTRAL)

@@ -60,6 +60,8 @@ class TokenizeRequest(Struct):
     image_data: Refused = UNSET
     video_data: Refused = UNSET
     audio_data: Refused = UNSET
+    media_io_kwargs: Refused = UNSET
+    session_params: Refused = UNSET
     extra_body: Refused = UNSET
 
 
@@ -123,13 +125,16 @@ async def _tokenize(service: Service, body: TokenizeRequest) -> Response:
         budget = thinking.budget if body.thinking_token_budget is None else body.thinking_token_budget
         tools = [] if body.tool_choice == "none" else [tool_fields(tool) for tool in body.tools or ()]
         await check_chat(service, body.messages, tools)
+        last_text = continued(
+            body.messages, is_asked=body.continue_final_message, add_generation_prompt=body.add_generation_prompt
+        )
         prompt = await service.prompts.encode_chat(
             body.messages,
             tools=tools or None,
             enable_thinking=False if budget == 0 else thinking.is_on,  # as in a chat
             add_generation_prompt=body.add_generation_prompt,
             options=options.variables(),
-            continued=continued(body.messages, body.add_generation_prompt) if body.continue_final_message else None,
+            continued=last_text,
             media=(body.mm_processor_kwargs or MediaFields()).options(),
         )
         tokens = prompt.token_ids

@@ -149,8 +149,8 @@ class Reducer:
             if joined is None:
                 return [], True
             case = joined
-            waiting += [follow(schema.get("$ref"), self._root), *_listed(schema, "allOf")]
-            choices += [listed for name in ("anyOf", "oneOf") if (listed := _listed(schema, name))]
+            waiting += [follow(schema.get("$ref"), self._root), *listed_in(schema, "allOf")]
+            choices += [listed for name in ("anyOf", "oneOf") if (listed := listed_in(schema, name))]
         cases, is_whole = self._choose(case, choices, parts) if choices else ([case], True)
         if is_whole:
             self._known[key] = cases
@@ -274,22 +274,22 @@ def _own_case(schema: Mapping[str, Any]) -> Case:
     """Return the case of a schema's own keywords."""
     multiple = exact(schema.get("multipleOf"))
     case = Case(
-        types=_stated_types(schema),
-        min_length=_count(schema, "minLength") or 0,
-        max_length=_count(schema, "maxLength"),
+        types=stated_types(schema),
+        min_length=count_of(schema, "minLength") or 0,
+        max_length=count_of(schema, "maxLength"),
         patterns=frozenset(_patterns(schema)),
         low=_bound(schema, "minimum", "exclusiveMinimum", 1),
         high=_bound(schema, "maximum", "exclusiveMaximum", -1),
         multiple=multiple if multiple is not None and multiple > 0 else None,
         arrays=(schema,) if not schema.keys().isdisjoint(("items", "prefixItems")) else (),
-        min_items=_count(schema, "minItems") or 0,
-        max_items=_count(schema, "maxItems"),
+        min_items=count_of(schema, "minItems") or 0,
+        max_items=count_of(schema, "maxItems"),
         objects=(schema,) if not schema.keys().isdisjoint(_OBJECT_KEYWORDS) else (),
-        required=frozenset(key for key in _listed(schema, "required") if isinstance(key, str)),
-        min_properties=_count(schema, "minProperties") or 0,
-        max_properties=_count(schema, "maxProperties"),
+        required=frozenset(key for key in listed_in(schema, "required") if isinstance(key, str)),
+        min_properties=count_of(schema, "minProperties") or 0,
+        max_properties=count_of(schema, "maxProperties"),
     )
-    values = list(_listed(schema, "enum"))
+    values = list(listed_in(schema, "enum"))
     if "const" in schema:
         known = value_key(schema["const"])
         values = [value for value in values if value_key(value) == known] if values else [schema["const"]]
@@ -312,7 +312,8 @@ def _with_joined_constants(cases: Sequence[Case]) -> list[Case]:
 _OBJECT_KEYWORDS = ("properties", "additionalProperties", "patternProperties", "propertyNames")
 
 
-def _stated_types(schema: Mapping[str, Any]) -> frozenset[str]:
+def stated_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a schema's own keyword allows."""
     stated = schema.get("type")
     names = [name.lower() for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str)]
     if not names:
@@ -340,7 +341,8 @@ def _bound(schema: Mapping[str, Any], name: str, open_name: str, sign: int) -> B
     return Bound(open_value, True)
 
 
-def _count(schema: Mapping[str, Any], key: str) -> int | None:
+def count_of(schema: Mapping[str, Any], key: str) -> int | None:
+    """Return a bound on a length or a count, or None if there is none that is enforced."""
     value = exact(schema.get(key))
     return int(value) if value is not None and value.denominator == 1 and 0 <= value <= MAX_COUNT else None
 
@@ -349,7 +351,8 @@ def _least(one: int | None, other: int | None) -> int | None:
     return min((bound for bound in (one, other) if bound is not None), default=None)
 
 
-def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+def listed_in(schema: Mapping[str, Any], key: str) -> list[Any]:
+    """Return a keyword's list, or an empty one."""
     value = schema.get(key)
     return value if isinstance(value, list) else []
 
@@ -392,7 +395,7 @@ def compiled_pattern(pattern: str) -> Any:
 
 def prefix_of(part: Mapping[str, Any]) -> list[Any]:
     """Return the schemas of an array's first items. Older schemas list them in `items`."""
-    return _listed(part, "prefixItems") or _listed(part, "items")
+    return listed_in(part, "prefixItems") or listed_in(part, "items")
 
 
 def rest_of(part: Mapping[str, Any]) -> Schema:

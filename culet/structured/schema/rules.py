@@ -46,9 +46,9 @@ from culet.types import MAX_GRAMMAR_CHARS
 # The keys of one object. Each key is a rule inside the rule of the key before it, and llguidance follows rules recursively.
 _MAX_KEYS = 1000
 _MAX_OPTIONAL = 400  # Each optional key is 4 items of the parser's row, which holds 2,000.
-_MAX_COUNTED = 1000  # Numbers of properties are enforced if keys times bound are at most this.
+MAX_COUNTED = 1000  # Numbers of properties are enforced if keys times bound are at most this.
 _MAX_MULTIPLE = 10**18 - 1  # the greatest number of which multiples are written
-_MAX_FACTOR = 10**4  # Multiples of larger numbers, or of numbers with more digits, are not enforced.
+MAX_FACTOR = 10**4  # Multiples of larger numbers, or of numbers with more digits, are not enforced.
 _PART_OF_KEY = r"""[^\s\x00-\x1f{}\[\],:"'<>|]"""
 _BARE_KEY = re.compile(rf"{_PART_OF_KEY}+(?: {_PART_OF_KEY}+)*")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which cannot be encoded
@@ -192,7 +192,7 @@ class Rules:
         return self._new(f"{_QUOTE} {self._terminal(' & '.join(parts))}{'?' if may_be_empty else ''} {_QUOTE}")
 
     def _number(self, case: Case, *, whole: bool) -> str | None:
-        if case.multiple is not None and max(case.multiple.numerator, case.multiple.denominator) <= _MAX_FACTOR:
+        if case.multiple is not None and max(case.multiple.numerator, case.multiple.denominator) <= MAX_FACTOR:
             return self._multiple(case, case.multiple, whole=whole)
         if case.low is None and case.high is None:
             return "INTEGER" if whole else "NUMBER"
@@ -273,7 +273,7 @@ class Rules:
             high = None
         if low <= len(case.required):
             low = 0
-        is_counted = len(pairs) * max(low, high or 0) <= _MAX_COUNTED
+        is_counted = len(pairs) * max(low, high or 0) <= MAX_COUNTED
         body = self._pairs(pairs, case.required, others, (low, high) if is_counted else (0, None))
         return None if body is None else self._new(f'"{{" {body} "}}"')
 

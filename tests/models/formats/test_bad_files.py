@@ -164,6 +164,39 @@ def test_plain_weights_with_a_config_from_training(tmp_path: Path) -> None:
     assert read_quantisation(VARIANTS["31B"] | {"quantization_config": {"weights": "q4_0"}}) is None
 
 
+NEUTRAL: Any = {"note": "x"}
+MLX: Any = {"bits": 4, "group_size": 64}
+FP8: Any = {"quant_method": "modelopt", "quant_algo": "FP8"}
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "words"),
+    [
+        ({"quantization_config": NEUTRAL, "quantization": MLX}, {}, ["quantization: the format is MLX"]),
+        ({"quantization_config": NEUTRAL, "compression_config": {"format": "x"}}, {}, ["compression_config: ", "'x'"]),
+        ({"quantization_config": NEUTRAL}, {"quantization": MLX}, ["text_config.quantization: the format is MLX"]),
+        ({}, {"quantization_config": NEUTRAL, "quantization": MLX}, ["text_config.quantization: the format is MLX"]),
+        ({"quantization_config": FP8, "quantization": MLX}, {}, ["quantization: the format is MLX"]),
+        (
+            {"quantization_config": FP8},
+            {"quantization_config": FP8},
+            ["text_config.quantization_config: ", "and quantization_"],
+        ),
+    ],
+)
+def test_no_key_is_ignored(outer: Any, inner: Any, words: list[str]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_quantisation({**VARIANTS["31B"], **outer, "text_config": {**VARIANTS["31B"]["text_config"], **inner}})
+    assert all(word in caught.value.message for word in words), caught.value.message
+
+
+def test_a_key_after_one_that_says_nothing_is_read() -> None:
+    inner = {**VARIANTS["31B"]["text_config"], "quantization_config": FP8}
+    found = read_quantisation({**VARIANTS["31B"], "quantization_config": NEUTRAL, "text_config": inner})
+    assert found is not None
+    assert found.method == "modelopt"
+
+
 def test_only_plain_weights_can_be_quantised_at_load(int4_folder: Path) -> None:
     with pytest.raises(ConfigError, match="already quantised"):
         load(int4_folder, "fp8")

@@ -26,6 +26,7 @@ PATHS: dict[str, tuple[str, dict[str, Any]]] = {
     "ollama chat": ("/api/chat", {"model": "gemma", "stream": False, "messages": HELLO}),
     "ollama generate": ("/api/generate", {"model": "gemma", "stream": False, "prompt": "Hello"}),
 }
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 CUSTOM = {"name": "f", "input_schema": {"type": "object"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -73,6 +74,22 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
             "messages[1].function_call: not supported (hint: use tool_calls)",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type: got 'web_search', expected function (hint: the server runs no"),
+        ({"lora": [{"id": 0, "scale": 1}]}, "lora: not supported (hint: omit the field; the server runs one model"),
+        ({"n_indent": 4}, "n_indent: not supported"),
+        ({"adaptive_target": 0}, "adaptive_target: not supported"),
+        ({"grammar_lazy": True}, "grammar_lazy: not supported"),
+        ({"grammar_triggers": [{"type": 0}]}, "grammar_triggers: not supported"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs: not supported"),
+        ({"media_io_kwargs": {"video": {"num_frames": 4}}}, "media_io_kwargs: not supported"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids: not supported"),
+        ({"custom_params": {"a": 1}}, "custom_params: not supported"),
+        ({"session_params": {"id": "x"}}, "session_params: not supported (hint: send the whole conversation"),
+        ({"watermark": True}, "watermark: not supported"),
+        ({"n": 2, "best_of": 3}, "best_of: not supported"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 3}},
+            "thinking: not supported (hint: use reasoning.max_tokens, or chat_template_kwargs.enable_thinking with thinking_t",
+        ),
     ],
     "completions": [
         ({"prompt_embeds": "AAAA"}, "prompt_embeds: not supported"),
@@ -86,6 +103,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"continue_final_message": True}, "continue_final_message: not supported"),
         ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs: not supported"),
         ({"enable_thinking": True}, "enable_thinking: not supported (hint: omit the field)"),
+        ({"thinking": {"type": "enabled"}}, "thinking: not supported (hint: use thinking_token_budget)"),
+        ({"best_of": 2}, "best_of: not supported"),
     ],
     "responses": [
         ({"add_generation_prompt": False}, "add_generation_prompt: not supported"),
@@ -97,6 +116,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"reasoning": {"exclude": True}}, "reasoning.exclude: not supported"),
         ({"messages": HELLO}, "messages: not supported (hint: use input)"),
         ({"conversation": "x"}, "conversation: not supported"),
+        ({"thinking": {"type": "enabled"}}, "thinking: not supported (hint: use reasoning.max_tokens, or chat_template"),
         ({"context_management": [{"type": "compaction"}]}, "context_management: not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type: got 'web_search', expected function (hint: the server runs no"),
         ({"prompt": {"id": "x"}}, "prompt: not supported (hint: use input)"),
@@ -116,6 +136,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"tools": [{**CUSTOM, "input_examples": [{}]}]}, "tools[0].input_examples: not supported"),
         ({"tools": [CUSTOM, {**CUSTOM, "defer_loading": True}]}, "tools[1].defer_loading: not supported"),
         ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config.task_budget: not supported"),
+        (
+            {"output_format": FORMAT, "output_config": {"format": FORMAT}},
+            "output_format: cannot be combined with output_config.format",
+        ),
         ({"tool_choice": {"type": "any"}}, "tool_choice: got 'any', but the request has no tools"),
         ({"continue_final_message": True}, "continue_final_message: not supported"),
     ],
@@ -187,6 +211,8 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         "regex": "", "guided_regex": "", "do_sample": True, "num_beams": 1, "web_search_options": None, "json_schema": None,
         "repeat_last_n": 64, "t_max_predict_ms": 0, "input_ids": None, "extra_body": {}, "repetition_detection": None,
         "messages": [*HELLO, {"role": "assistant", "content": "x", "function_call": None}, *HELLO], "top_logprobs": 0,
+        "lora": [], "n_indent": 0, "adaptive_target": -1.0, "grammar_lazy": False, "grammar_triggers": [], "vllm_xargs": {},
+        "media_io_kwargs": None, "logprob_token_ids": [], "custom_params": None, "session_params": {}, "watermark": False,
     },
     "completions": {
         "prompt_embeds": None, "add_special_tokens": True, "top_logprobs": None, "reasoning_effort": None, "reasoning": {},
@@ -217,6 +243,11 @@ def test_values_that_change_nothing(fake: Running, api: str) -> None:
 
 
 # Fields that are supported
+
+
+def test_best_of_as_many_as_are_returned(fake: Running) -> None:
+    for api in ("chat", "completions"):
+        assert send(fake, api, {"n": 2, "best_of": 2}) == (200, "")
 
 
 def test_template_options(tiny: Running) -> None:

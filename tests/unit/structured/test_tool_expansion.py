@@ -171,3 +171,55 @@ def test_only_tools_that_cannot_be_held_are_free(
     for name, why in free.items():
         assert accepts(start(spec), *call(f"call:{name}{{any:[1],thing:null}}"))
         assert any(f"calls of {name} are not held" in line and why in line for line in caplog.messages)
+
+
+def strict_tools(schema: Any, *, strict: bool | None = True) -> list[dict[str, Any]]:
+    """Return two tools. The second has the schema."""
+    second = {"name": "g", "parameters": {"type": "object", "properties": {"a": schema}}, "strict": strict}
+    return [*tool({}), {"function": second}]
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"not": {}}, "not"),
+        ({"type": "array", "items": {"if": {}}}, "if"),
+        ({"anyOf": [{"oneOf": [{}]}]}, "oneOf"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"properties": {"b": {"type": "string", "format": "duration"}}}, "format"),
+        ({"type": "string", "pattern": "(?=a)"}, "pattern"),
+        ({"patternProperties": {"(?=a)": {}}}, "patternProperties"),
+        ({"type": "string", "maxLength": 10_000}, "maxLength"),
+        ({"type": "number", "multipleOf": 1e-9}, "multipleOf"),
+        ({"properties": {f"k{index}": {} for index in range(200)}, "maxProperties": 100}, "maxProperties"),
+        ({"$ref": "#here"}, "$ref"),
+        ({"$ref": "#/$defs/nothing"}, "$ref"),
+    ],
+)
+@pytest.mark.parametrize("is_lenient", [False, True])
+def test_a_strict_tool_has_only_keywords_that_hold(schema: Any, keyword: str, is_lenient: bool) -> None:
+    check = GrammarCheck(SPECIAL)
+    try:
+        with pytest.raises(BadRequest) as caught:
+            check.check(tool_form(strict_tools(schema), is_lenient=is_lenient))
+        assert caught.value.message == f'tools[1]: g is strict, but these keywords cannot be enforced: "{keyword}"'
+        for strict in (None, False):
+            spec = check.check(tool_form(strict_tools(schema, strict=strict), is_lenient=is_lenient))
+            assert spec.free_tools == ()
+    finally:
+        check.close()
+
+
+def test_a_strict_tool_is_never_free(caplog: pytest.LogCaptureFixture) -> None:
+    wide: Any = {"properties": {f"k{index}": {} for index in range(401)}}
+    fine = {"type": "string", "title": "x", "x-own": 1, "format": "date", "uniqueItems": False, "$defs": {"b": {"not": {}}}}
+    check = GrammarCheck(SPECIAL)
+    try:
+        assert check.check(tool_form(strict_tools(wide, strict=False), is_lenient=True)).free_tools == ("g",)
+        caplog.clear()
+        with pytest.raises(BadRequest, match=r"^tools\[1\]: the schemas are too large"):
+            check.check(tool_form(strict_tools(wide), is_lenient=True))
+        assert not caplog.records
+        assert check.check(tool_form(strict_tools(fine), is_lenient=True)).free_tools == ()
+    finally:
+        check.close()

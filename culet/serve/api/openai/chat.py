@@ -75,6 +75,7 @@ class Message(Struct, omit_defaults=True):
     reasoning_content: Text | None = None
     tool_calls: Annotated[list[PastCall], Meta(max_length=256)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    prefix: bool | None = None  # the answer continues this message, the last one (DeepSeek's, Mistral's)
     function_call: Refused = UNSET  # a call before there were `tool_calls`
 
 
@@ -262,6 +263,7 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
         service.answers.check(chat_size(num_tokens, num_top), "logprobs")
     choice = body.tool_choice
     await check_chat(service, body.messages, ())  # before they are converted
+    last_text = continued(body.messages, is_asked=body.continue_final_message, add_generation_prompt=body.add_generation_prompt)
     prepared = await prepare(
         service,
         body.messages,
@@ -274,16 +276,30 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
         enable_thinking=thinking.is_on,
         options=options.variables(),
         add_generation_prompt=body.add_generation_prompt,
-        continued=continued(body.messages, body.add_generation_prompt) if body.continue_final_message else None,
+        continued=last_text,
         media=(body.mm_processor_kwargs or MediaFields()).options(),
     )
     return prepared if num_top is None or max_tokens is not None else _shorten(service, prepared, num_top)
 
 
-def continued(messages: Sequence[Message], add_generation_prompt: bool) -> str:
-    """Return the text of the last message, which the answer continues."""
+def continued(messages: Sequence[Message], *, is_asked: bool, add_generation_prompt: bool) -> str | None:
+    """Return the text of the last message if the answer continues it, or None.
+
+    `is_asked` says whether the request itself asks for it. Otherwise the message does.
+    """
+    for index, message in enumerate(messages[:-1]):
+        if message.prefix:
+            raise BadRequest(f"messages[{index}].prefix: got true, but only the last message can be continued")
+    has_prefix = bool(messages[-1].prefix)
+    if not is_asked and not has_prefix:
+        return None
     last = msgspec.to_builtins(messages[-1], builtin_types=(msgspec.Raw,))
-    return continued_text([last], add_generation_prompt=add_generation_prompt)
+    try:
+        return continued_text([last], add_generation_prompt=add_generation_prompt and not has_prefix)
+    except BadRequest as error:
+        if not has_prefix:
+            raise
+        raise BadRequest(f"messages[{len(messages) - 1}].prefix: {error.message.partition(': ')[2]}") from None
 
 
 def _shorten(service: Service, prepared: PreparedChat, num_top: int) -> PreparedChat:
