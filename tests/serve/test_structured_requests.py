@@ -329,10 +329,11 @@ def test_schemas_that_templates_can_show(fake: Running, schema: Any) -> None:
     [
         ("/v1/chat/completions", {"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}),
         ("/v1/messages", {"name": "f", "input_schema": {"not": {}}, "strict": True}),
+        ("/v1/responses", {"type": "function", "name": "f", "parameters": {"not": {}}, "strict": True}),
     ],
 )
 def test_a_strict_tool_that_cannot_be_held(fake: Running, path: str, tool: Any) -> None:
-    body = {"messages": HELLO, "max_tokens": 4}
+    body: dict[str, Any] = {"messages": HELLO, "max_tokens": 4} if "responses" not in path else {"input": "Hello"}
     response = fake.http.post(path, json={**body, "tools": [tool]})
     problem = 'tools[0]: f is strict, but these keywords cannot be enforced: "not" (hint: change the schema, or omit strict)'
     assert (response.status_code, response.json()["error"]["message"]) == (400, problem)

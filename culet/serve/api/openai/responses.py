@@ -183,7 +183,12 @@ async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[
     tools = [
         {
             "type": "function",
-            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.parameters},
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.parameters,
+                **({"strict": True} if tool.strict else {}),
+            },
         }
         for tool in body.tools or ()
     ]
