@@ -46,7 +46,7 @@ class ScriptedEngine(FakeEngine):
     def check_grammar(self, request: Request) -> None:
         """Accept every grammar."""
 
-    def tool_call_grammar(self, tools: Any) -> None:
+    def tool_call_grammar(self, tools: Any, document: Any = None) -> None:
         """Leave tool calls free."""
 
 
