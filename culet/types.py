@@ -191,7 +191,7 @@ class SamplingParams:
 
 
 def _read_structured(given: Mapping[str, Any]) -> StructuredOutputs:
-    """Return the form that a mapping describes, such as {"regex": "[0-9]+"}. Fields of vLLM's that are off are ignored."""
+    """Read a mapping such as {"regex": "[0-9]+"}. Ignore other fields that are off, because vLLM has more of them."""
     known = [field.name for field in fields(StructuredOutputs)]
     for name, value in given.items():
         if name not in known and value not in (None, False):

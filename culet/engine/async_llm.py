@@ -64,7 +64,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> Self:
-        """Create an AsyncLLM from an AsyncEngineArgs, as vLLM's users do."""
+        """Create an AsyncLLM from engine arguments. The name is vLLM's."""
         return cls(engine_args.model, **engine_args.settings)
 
     def _start(self, config: Config) -> None:
@@ -121,7 +121,7 @@ class AsyncLLM:
                 self._thread.send(partial(self._thread.jobs.cancel, waiter.job))
 
     async def get_tokenizer(self) -> ChatTokenizer:
-        """Return the tokenizer, with the commonly used methods of those in transformers."""
+        """Return the tokenizer. It has the most common methods of transformers' tokenizers."""
         return self._chat_tokenizer
 
     def shutdown(self) -> None:

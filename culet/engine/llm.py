@@ -57,7 +57,7 @@ class LLM:
         return self._loop.engine
 
     def get_tokenizer(self) -> ChatTokenizer:
-        """Return the tokenizer, with the commonly used methods of those in transformers."""
+        """Return the tokenizer. It has the most common methods of transformers' tokenizers."""
         return ChatTokenizer(self.engine.tokenizer, self.engine.chat_template)
 
     def generate(
@@ -133,9 +133,7 @@ class LLM:
         else:
             all_params = [_after_thought(params) if _thinks(enable_thinking, params) else params for params in all_params]
         if tools and constrain_tool_calls:
-            distinct = {id(params): params for params in all_params}
-            held = {key: self._hold_calls(params, tools) for key, params in distinct.items()}
-            all_params = [held[id(params)] for params in all_params]
+            all_params = [self._hold_calls(params, tools) for params in all_params]
         return self._run(prompts, all_params, self._chat_output(tools, unmarked_tool_calls), use_tqdm)
 
     def stream(
@@ -183,7 +181,7 @@ class LLM:
         self.close()
 
     def _hold_calls(self, params: SamplingParams, tools: Sequence[Tool]) -> SamplingParams:
-        """Return the same params with a grammar for calls of `tools`. If they have a form, calls may take its place."""
+        """Hold calls to `tools` by a grammar. If the params ask for a form, the answer has that form or is calls."""
         form = params.structured_outputs
         document = None if form is None else form.spec()
         if document is not None and not allows_calls(document):

@@ -18,8 +18,8 @@ NUM_FOUND = 5  # comparisons whose median counts
 FADE = 0.25  # how far each measurement of one length moves the corrections of the others
 MAX_CORRECTION = 100.0  # largest factor between a round's measured and modelled cost, in either direction
 MIN_OVERHEAD = 0.02  # smallest modelled overhead of a round, because a noisy probe may find none
-# Until a comparison confirms them, costs may be wrong by this factor. In simulations of good and bad chats in turn, 4 and 5
-# keep the speed of both. With 6 or 8, one in six runs of bad chats is 12 % slower than plain.
+# Costs may be wrong by this factor until a comparison confirms them. In simulations that alternate good and bad chats, 4 and 5
+# work. With 6 or 8, bad chats were 12 % slower than without drafts in one run of six.
 DOUBT = 5.0
 NUM_TIMED = 4  # steps with drafts, and steps without before and after them, that are run to time them
 TIMED_FIRST, TIMED_LAST = 16, 2048  # steps of a batch size before it is timed first, and the most before it is timed again

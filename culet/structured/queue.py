@@ -59,7 +59,7 @@ class GrammarQueue:
         self._check.check(spec)
 
     def call_grammar(self, tools: Sequence[Mapping[str, Any]], document: GrammarSpec | None = None) -> GrammarSpec:
-        """Return the grammar of one call of `tools`, or of a document or calls. Blocks until it is known.
+        """Return the grammar of one call of `tools`, or with a `document`, of that document or calls. Block until it is known.
 
         Tools whose schemas exceed the limits may be called with any arguments, and the log says so. Beside a document, that is
         an error.

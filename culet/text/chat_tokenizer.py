@@ -52,9 +52,9 @@ class ChatTokenizer:
         return sorted(self._tokenizer.special_ids)
 
     def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True, **options: Any) -> Encoding:
-        """Tokenize a text, or each text in a list. The result has `input_ids` and `attention_mask`, as in transformers.
+        """Tokenize one text or a list of texts. Like transformers, return `input_ids` and `attention_mask`.
 
-        Of transformers' `options`, only values that change nothing are allowed.
+        Other options of transformers are accepted only if they are off.
         """
         for name, value in options.items():
             if value not in (None, False):

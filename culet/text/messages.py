@@ -130,10 +130,12 @@ def _check_calls(calls: object, where: str) -> list[dict[str, Any]]:
     return [dict(call) for call in calls]
 
 
-def continued_text(messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-    """Return the text of the last message, which the answer continues. Several parts are one text."""
+def continued_text(
+    messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, field: str = "continue_final_message"
+) -> str:
+    """Return the text of the last message, which the answer continues. Several parts are one text. Errors name `field`."""
     if add_generation_prompt:
-        problem = "continue_final_message: cannot be combined with add_generation_prompt"
+        problem = f"{field}: cannot be combined with add_generation_prompt"
         raise BadRequest(problem, hint="set add_generation_prompt to false")
     last: Mapping[str, Any] = messages[-1] if messages else {}
     content = last.get("content")
@@ -142,7 +144,7 @@ def continued_text(messages: Sequence[Mapping[str, Any]], *, add_generation_prom
     texts = [text for text in given if isinstance(text, str)]
     text = "".join(texts) if len(texts) == len(parts) else ""
     if last.get("role") not in ("assistant", "model") or last.get("tool_calls") or not text:
-        raise BadRequest("continue_final_message: the last message must be the assistant's, with text and without tool_calls")
+        raise BadRequest(f"{field}: the last message must be the assistant's, with text and without tool_calls")
     return text
 
 

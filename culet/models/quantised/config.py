@@ -87,10 +87,11 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
     """
     _check_towers(config)
     found = {key: read for key, values in _sections(config) if (read := _read(config, key, values)) is not None}
-    if len(found) > 1:
-        first, second, *_ = found
-        raise _error(config, second, f"the weights are quantised, and {first} says so too, expected one of them")
-    return next(iter(found.values()), None)
+    first = next(iter(found), "")
+    for key, read in found.items():
+        if read != found[first]:
+            raise _error(config, key, f"differs from {first}, and only one of them can be right")
+    return found.get(first)
 
 
 def _check_towers(config: Mapping[str, Any]) -> None:
@@ -125,7 +126,7 @@ def _read(config: Mapping[str, Any], key: str, values: object) -> Quantisation |
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield all that the config has under CONFIG_KEYS about the text model."""
+    """Yield each section about quantised weights of the text model, with its key."""
     text = config.get("text_config")
     for prefix, section in (("", config), ("text_config.", text if isinstance(text, Mapping) else {})):
         for key in CONFIG_KEYS:

@@ -106,7 +106,7 @@ class OutputConfig(Struct):
 
 
 class ContextEdit(Struct):
-    """A request to edit the conversation before the model sees it."""
+    """An edit to the conversation, made before the model sees it."""
 
     type: Annotated[str, Meta(max_length=256)]
 
@@ -283,7 +283,7 @@ def _tools(body: Conversation) -> list[dict[str, Any]]:
                 "name": tool.name,
                 "description": tool.description or "",
                 "parameters": tool.input_schema,
-                **({"strict": True} if tool.strict else {}),
+                "strict": tool.strict,
             },
         }
         for tool in body.tools or ()

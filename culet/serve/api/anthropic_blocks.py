@@ -94,7 +94,7 @@ def result_of(block: ToolResultBlock, where: str) -> str | list[dict[str, Any]]:
 
 
 def _failed(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the parts of a result that is an error. The first text says so."""
+    """Mark the result of a tool that failed: its first text begins with `error:`."""
     for index, part in enumerate(parts):
         if part["type"] == "text":
             return [*parts[:index], {**part, "text": f"error: {part['text']}"}, *parts[index + 1 :]]

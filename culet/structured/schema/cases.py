@@ -313,7 +313,7 @@ _OBJECT_KEYWORDS = ("properties", "additionalProperties", "patternProperties", "
 
 
 def stated_types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types that a schema's own keyword allows."""
+    """Return the types that the keyword `type` allows."""
     stated = schema.get("type")
     names = [name.lower() for name in (stated if isinstance(stated, list) else [stated]) if isinstance(name, str)]
     if not names:
@@ -342,7 +342,7 @@ def _bound(schema: Mapping[str, Any], name: str, open_name: str, sign: int) -> B
 
 
 def count_of(schema: Mapping[str, Any], key: str) -> int | None:
-    """Return a bound on a length or a count, or None if there is none that is enforced."""
+    """Return a limit on a length or count. Return None if there is none, or if it cannot be enforced."""
     value = exact(schema.get(key))
     return int(value) if value is not None and value.denominator == 1 and 0 <= value <= MAX_COUNT else None
 
@@ -352,7 +352,7 @@ def _least(one: int | None, other: int | None) -> int | None:
 
 
 def listed_in(schema: Mapping[str, Any], key: str) -> list[Any]:
-    """Return a keyword's list, or an empty one."""
+    """Return the list under a key, or an empty list."""
     value = schema.get(key)
     return value if isinstance(value, list) else []
 

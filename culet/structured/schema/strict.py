@@ -1,4 +1,4 @@
-"""Find the keywords of a tool's JSON schema that the grammar of its calls does not enforce. A strict tool has none."""
+"""Find the keywords of a tool's JSON schema that the grammar of its calls does not enforce. A strict tool may not use them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 
 
 def unenforced(root: Schema) -> list[str]:
-    """Return the keywords that are not enforced, in a schema and all schemas inside it or that it refers to."""
+    """List the unenforced keywords of a schema and of every schema that it contains or refers to."""
     found: dict[str, None] = {}
     seen = set[int]()
     waiting = [root]
@@ -42,7 +42,7 @@ def _inside(schema: Mapping[str, Any], root: Schema) -> Iterator[Schema]:
 
 
 def _own(schema: Mapping[str, Any], root: Schema) -> Iterator[str]:
-    """Yield the keywords of a schema itself that are not enforced."""
+    """Yield the unenforced keywords of one schema, but not those of the schemas inside it."""
     yield from (key for key in _IGNORED if schema.get(key, False) is not False)
     yield from (key for key in _COUNTS if key in schema and count_of(schema, key) is None)
     reference = schema.get("$ref", "#")

@@ -75,7 +75,7 @@ class Message(Struct, omit_defaults=True):
     reasoning_content: Text | None = None
     tool_calls: Annotated[list[PastCall], Meta(max_length=256)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
-    prefix: bool | None = None  # the answer continues this message, the last one (DeepSeek's, Mistral's)
+    prefix: bool | None = None  # continue this message, which must be the last one (DeepSeek, Mistral)
     function_call: Refused = UNSET  # a call before there were `tool_calls`
 
 
@@ -285,7 +285,7 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
 def continued(messages: Sequence[Message], *, is_asked: bool, add_generation_prompt: bool) -> str | None:
     """Return the text of the last message if the answer continues it, or None.
 
-    `is_asked` says whether the request itself asks for it. Otherwise the message does.
+    The request (`is_asked`) or the message's own `prefix` may ask for that.
     """
     for index, message in enumerate(messages[:-1]):
         if message.prefix:
@@ -294,12 +294,8 @@ def continued(messages: Sequence[Message], *, is_asked: bool, add_generation_pro
     if not is_asked and not has_prefix:
         return None
     last = msgspec.to_builtins(messages[-1], builtin_types=(msgspec.Raw,))
-    try:
-        return continued_text([last], add_generation_prompt=add_generation_prompt and not has_prefix)
-    except BadRequest as error:
-        if not has_prefix:
-            raise
-        raise BadRequest(f"messages[{len(messages) - 1}].prefix: {error.message.partition(': ')[2]}") from None
+    field = f"messages[{len(messages) - 1}].prefix" if has_prefix else "continue_final_message"
+    return continued_text([last], add_generation_prompt=add_generation_prompt and not has_prefix, field=field)
 
 
 def _shorten(service: Service, prepared: PreparedChat, num_top: int) -> PreparedChat:

@@ -187,7 +187,7 @@ async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[
                 "name": tool.name,
                 "description": tool.description or "",
                 "parameters": tool.parameters,
-                **({"strict": True} if tool.strict else {}),
+                "strict": tool.strict,
             },
         }
         for tool in body.tools or ()
