@@ -62,7 +62,7 @@ LONGEST_FIRST = (
     "tests/serve/hardening/test_http_bounds.py",
     "tests/serve/clients/test_refused_fields.py",
     "tests/kernels/test_linear_aot.py",
-    "tests/kernels/test_quantised_aot.py",
+    "tests/kernels/quantised/test_quantised_aot.py",
     "tests/engine/scheduler/test_scheduler_walk.py",
     "tests/serve/hardening/test_logs.py",
     "tests/engine/media/test_reuse.py",

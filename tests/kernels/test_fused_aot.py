@@ -96,7 +96,7 @@ def assigned_of(index: int, **extra: object) -> Launch:
 def route_of(tokens: int, **extra: object) -> Launch:
     extra.pop("shared")
     out = floats(tokens, 8), ints(tokens, 8)
-    return route.describe_route(meta(tokens, 2816), floats(128, 2816), floats(128), out, EPS, **extra)
+    return route.describe_route(meta(tokens, 2816), floats(128, 2816), floats(128), out, EPS, **extra)[-1]
 
 
 # Kernels with tensor cores or large tiles: always compiled for Hopper, and for the other architectures in turn.
@@ -105,6 +105,7 @@ TILED: dict[str, Callable[..., Launch]] = {
     "gated 16 tokens": lambda **extra: linear_of(16, 21504, 5376, GATED, **extra),
     "gated 32 tokens": lambda **extra: linear_of(32, 10240, 2560, GATED, **extra),
     "route 64 tokens": lambda **extra: route_of(64, **extra),
+    "route 8192 tokens": lambda **extra: route_of(8192, **extra),
     "experts up 32 tokens": lambda **extra: grouped_of(32, 1, **extra),
     "experts up 256 tokens": lambda **extra: grouped_of(256, 1, **extra),
     "experts up 8192 tokens": lambda **extra: grouped_of(8192, 1, **extra),
@@ -128,6 +129,9 @@ def small_launches(pdl: bool) -> Iterator[Launch]:
     yield linear_of(1, 262144, 2560, SOFTCAP, pdl=pdl)
     yield route_of(1, pdl=pdl, shared=0)
     yield from (assigned_of(index, pdl=pdl) for index in range(2))
+    yield route.describe_route(
+        meta(8192, 2816), floats(128, 2816), floats(128), (floats(8192, 8), ints(8192, 8)), EPS, pdl=pdl
+    )[0]
     yield grouped_of(512, 0, pdl=pdl)
     yield grouped_of(512, 3, pdl=pdl)
     yield few_tokens.describe(meta(8, 2560), meta(3072, 2560), floats(2, 8, 3072), choose_tile(8, 3072, 2560), pdl=pdl)

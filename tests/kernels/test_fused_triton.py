@@ -313,6 +313,13 @@ else:
             assert torch.equal(ids.long(), wanted_ids)
             assert_close(weights, wanted)
 
+    def test_the_parts_of_the_router_are_exact() -> None:
+        # The interpreter cannot multiply bfloat16 tiles. tests/kernels/test_experts_gpu.py compares the whole router.
+        router, out = torch.randn(E, D) / D**0.5, (torch.empty(99, K), torch.empty(99, K, dtype=torch.int32))
+        split, _ = route.describe_route(torch.randn(99, D).bfloat16(), router, torch.ones(E), out, EPS, is_large=True)
+        split.run()
+        assert torch.equal(split.arguments["parts"].float().sum(0), router)
+
     @pytest.mark.parametrize("tokens", [2, 20])
     def test_route_prefers_the_lower_id_of_equal_experts(tokens: int) -> None:
         router = torch.randn(1, D).expand(E, D).contiguous()

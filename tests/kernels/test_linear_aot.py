@@ -17,6 +17,7 @@ from triton import knobs
 
 from culet.hardware import SHARED_BYTES
 from culet.kernels.cross_compile import compile_for
+from culet.kernels.triton.experts import hopper_grouped
 from culet.kernels.triton.linear.hopper_products import describe_gated_product
 from culet.kernels.triton.linear.hopper_stream import blocks_of
 from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, PLAIN, SOFTCAP
@@ -89,3 +90,19 @@ def test_gated_product_fits_hopper(tmp_path: Path) -> None:
     assert used["STACK"] == used["LOCAL"] == 0, "registers are spilled"
     # Two products are in flight while the copies of an earlier step are released. One at a time would halve the speed.
     assert compiled.asm["ptx"].count("wgmma.wait_group.sync.aligned 2") == 2
+
+
+@pytest.mark.parametrize("tiles", [hopper_grouped.FEW, hopper_grouped.MANY], ids=["few", "many"])
+def test_grouped_experts_fit_hopper(tiles: hopper_grouped.Tiles, tmp_path: Path) -> None:
+    x, gate_up, down = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((1000, 2816), (128, 1408, 2816), (128, 2816, 704))
+    )
+    weights, ids = (torch.empty(1000, 8, dtype=dtype, device="meta") for dtype in (torch.float32, torch.int32))
+    launches = hopper_grouped.describe_hopper_grouped(x, weights, ids, gate_up, down, torch.empty_like(x), tiles=tiles)
+    for launch, in_flight in zip(launches[1:4], (None, 2, 1), strict=True):
+        compiled = compile_for(launch, 90)
+        assert compiled.metadata.shared <= SHARED_BYTES[90]
+        used = resources(compiled.asm["cubin"], tmp_path)
+        assert used["STACK"] == used["LOCAL"] == 0, "registers are spilled"
+        if in_flight is not None:  # in both warpgroups
+            assert compiled.asm["ptx"].count(f"wgmma.wait_group.sync.aligned {in_flight}") == 2

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from culet.kernels.eager import quantised as eager
 from culet.kernels.types import Int4Weight
-from tests.kernels.quantised_cases import draw
+from tests.kernels.quantised.cases import draw
 
 pytest.importorskip("triton")
 

@@ -5,7 +5,8 @@
 By assignment, one launch multiplies each chosen expert's gate and up rows by its token, and another sums a token's experts.
 Weights are read once per assignment. By groups, the first launch lists each expert's assignments on the device, without a host
 sync, so that a graph can capture it. Tiles of the expert's weights then go to the tensor cores with its tokens as columns, and
-the last launch sums a token's experts. Both ways sum in float32 in a fixed order.
+the last launch sums a token's experts. Both ways sum in float32 in a fixed order. Hopper GPUs run many tokens by groups with
+the kernels in `hopper_grouped`.
 
 Shapes: T tokens · D model · E experts · K experts per token · A = T * K assignments (a = t * K + j) · F expert width.
 """
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from culet.kernels.triton.dependent_launch import enter, options
 from culet.kernels.triton.device import shared_bytes, stages_that_fit, uses_pdl
+from culet.kernels.triton.experts import hopper_grouped
+from culet.kernels.triton.experts.grouping import describe_groups, describe_sum, find_members, load_tokens
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 from culet.kernels.triton.maths import gelu
 
@@ -127,49 +130,6 @@ def _assigned_down_kernel(
     tl.store(y + token * y_stride + rows, tl.sum(total, 1).to(y.dtype.element_ty), mask=rows < D)
 
 
-@triton.jit(do_not_specialize=["A", "T"])
-def group_kernel(ids, members, counts, A, T, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """Write the assignments of expert e to members[e, :counts[e]], in ascending order. Each program handles one expert."""
-    enter(PDL)
-    expert = tl.program_id(0)
-    offsets = tl.arange(0, CHUNK)
-    count = 0
-    for begin in tl.range(0, A, CHUNK):
-        at = begin + offsets
-        is_mine = (tl.load(ids + at, mask=at < A, other=-1) == expert).to(tl.int32)
-        place = count + tl.cumsum(is_mine, 0) - is_mine
-        tl.store(members + expert.to(tl.int64) * T + place, at, mask=is_mine != 0)
-        count += tl.sum(is_mine, 0)
-    tl.store(counts + expert, count)
-
-
-@triton.jit
-def find_members(members, counts, T, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the expert of this program's tile (E if none), its assignments, and which of them are real."""
-    block = tl.program_id(1)
-    experts = tl.arange(0, BLOCK_E)
-    number = tl.load(counts + experts, mask=experts < E, other=0)
-    tiles = (number + BLOCK_M - 1) // BLOCK_M
-    ends = tl.cumsum(tiles, 0)
-    expert = tl.sum((ends <= block).to(tl.int32), 0).to(tl.int64)
-    first = (block - tl.max(tl.where(ends <= block, ends, 0), 0)) * BLOCK_M
-    place = first + tl.arange(0, BLOCK_M)
-    is_real = place < tl.sum(tl.where(experts == expert, number, 0), 0)
-    return expert, tl.load(members + expert * T + place, mask=is_real, other=0).to(tl.int64), is_real
-
-
-@triton.jit
-def load_tokens(ptrs, is_real, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load columns k .. k + BLOCK_K - 1 of K as rows of a tile.
-
-    The tile has one column per assignment, with zeros for those that are not real.
-    """
-    mask = is_real[None, :]
-    if K % BLOCK_K != 0:
-        mask = mask & (tl.arange(0, BLOCK_K) < K - k)[:, None]
-    return tl.load(ptrs + k, mask=mask, other=0.0)
-
-
 @triton.jit
 def _load_weights(ptrs, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Load columns k .. k + BLOCK_K - 1 of K, for some rows of an expert's weights."""
@@ -258,28 +218,6 @@ def _grouped_down_kernel(
         tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=is_real[None, :] & (rows < D)[:, None])
 
 
-@triton.jit
-def combine_kernel(
-    out,
-    weights,
-    y,
-    y_stride,
-    D: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Compute y[t] = sum_j weights[t, j] * out[t * K + j]."""
-    enter(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_D,), tl.float32)
-    for j in tl.static_range(TOP_K):
-        weight = tl.load(weights + token * TOP_K + j)
-        total += weight * tl.load(out + (token * TOP_K + j) * D + cols, mask=cols < D, other=0.0).to(tl.float32)
-    tl.store(y + token * y_stride + cols, total.to(y.dtype.element_ty), mask=cols < D)
-
-
 # Measured on an H200 with 128 experts of width 704, 8 per token, and hidden size 2816 (docs/log/linear.md).
 ASSIGNED_TOKENS = 4  # up to this many tokens go by assignment
 UP_ROWS, UP_ROWS_ONE = RowTile(4, 256, 4), RowTile(8, 256, 4)  # the second is for one token
@@ -299,7 +237,6 @@ DOWN_TILES = {
 # Each pair is (assignments per tile, limit). It applies if experts have fewer assignments than the limit on average. If none
 # applies, a tile has 128 assignments.
 BLOCKS = ((16, 16), (32, 32), (64, 96))
-GROUP_CHUNK = 4096  # assignments that a program reads at a time
 
 
 def describe_assigned(
@@ -347,29 +284,18 @@ def describe_grouped(
     block_m = next((block for block, most in BLOCKS if assigned < most * num_experts), 128)
     up, down = extra.get("up", UP_TILES[block_m]), extra.get("down", DOWN_TILES[block_m])
     device, pdl = x_TD.device, bool(extra.get("pdl", False))
-    members = torch.empty(num_experts, num_tokens, dtype=torch.int32, device=device)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    lists, grouping = describe_groups(ids_TK, num_experts, pdl)
     hidden = torch.empty(assigned, width, dtype=x_TD.dtype, device=device)
     out = torch.empty(assigned, size, dtype=x_TD.dtype, device=device)
     block_e = next_power_of_2(num_experts)
     shape = {"T": num_tokens, "D": size, "F": width, "E": num_experts, "BLOCK_E": block_e, "PDL": pdl}
-    lists = {"members": members, "counts": counts}
     first = {"x": x_TD, "gate_up": gate_up_EFD, "hidden": hidden, "x_stride": x_TD.stride(0), "TOP_K": top_k, **lists, **shape}
     second = {"hidden": hidden, "down": down_EDF, "out": out, **lists, **shape}
-    third = {"out": out, "weights": weights_TK, "y": y_TD, "y_stride": y_TD.stride(0), "D": size, "TOP_K": top_k}
-    chunk, group_warps = min(GROUP_CHUNK, max(128, next_power_of_2(assigned))), 4 if assigned <= GROUP_CHUNK else 8
-    grouping = {"ids": ids_TK, "A": assigned, "T": num_tokens, "CHUNK": chunk, "PDL": pdl, **lists}
-    block_d = min(1024, next_power_of_2(size))
     return [
-        Launch(group_kernel, (num_experts,), grouping, options(group_warps, pdl)),
+        grouping,
         _grouped(_grouped_up_kernel, width, up, first, pdl=pdl, shared=extra.get("shared")),
         _grouped(_grouped_down_kernel, size, down, second, pdl=pdl, shared=extra.get("shared")),
-        Launch(
-            combine_kernel,
-            (num_tokens, cdiv(size, block_d)),
-            {**third, "BLOCK_D": block_d, "PDL": pdl},
-            options(4, pdl),
-        ),
+        describe_sum(out, weights_TK, y_TD, pdl),
     ]
 
 
@@ -391,6 +317,8 @@ def experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EFD: T
     if not x_TD.shape[0]:
         return y_TD
     describe = describe_assigned if x_TD.shape[0] <= ASSIGNED_TOKENS else describe_grouped
+    if x_TD.shape[0] >= hopper_grouped.MIN_TOKENS and hopper_grouped.supports(x_TD, gate_up_EFD, down_EDF):
+        describe = hopper_grouped.describe_hopper_grouped
     for launch in describe(x_TD, weights_TK, experts_TK, gate_up_EFD, down_EDF, y_TD, pdl=uses_pdl(x_TD.device)):
         launch.run()
     return y_TD

@@ -1,11 +1,12 @@
-"""Route tokens to experts in one launch. It computes the rms, float32 logits, the best experts and their weights.
+"""Route tokens to experts. One launch computes the rms, float32 logits, the best experts and their weights.
 
     u = x / rms(x), logits = router @ u, ids = the K largest logits (equal ones in order of id)
     weights = softmax(logits[ids]) * expert_scale[ids]
 
 `router` includes the router's input scale. With up to FEW_TOKENS tokens, a program computes the logits of a few experts for one
 token. It loads their rows before it waits for the previous kernel. With more tokens, tensor cores compute tiles of tokens x all
-experts, with D split into parts.
+experts, with D split into parts. The product is exact because a float32 number is the sum of three bfloat16 numbers. With many
+tokens, a launch before this one splits the router into them.
 
 Shapes: T tokens · D model · E experts · K experts per token.
 """
@@ -27,12 +28,13 @@ from culet.kernels.triton.linear.few_tokens import workspace
 # Measured on an H200 with 128 experts and hidden size 2816 (docs/log/linear.md).
 FEW_TOKENS = 16
 FEW = (1, 1)  # experts per program, warps. One warp needs no barriers, neither for its sum nor for the choice.
-TILE, LARGE_TILE = (16, 64, 4), (32, 128, 4)  # tokens, columns, warps
-LARGE_TOKENS = 1024  # from this many tokens on, LARGE_TILE is used
+TILE, LARGE_TILE = (16, 64, 4), (64, 64, 4)  # tokens, columns, warps
+LARGE_TOKENS = 1536  # from this many tokens on, LARGE_TILE is used, with the router's parts
 # The router's weights are split along D into one of these numbers of parts, so that enough programs share the work. Each number
 # needs its own kernel, so there are few.
 SPLITS = (11, 8, 4, 2, 1)
-MAX_PROGRAMS = 264  # D is not split beyond this many programs
+MAX_PROGRAMS, MAX_LARGE_PROGRAMS = 264, 132  # D is not split beyond this many programs
+SPLIT_BLOCK = 1024  # weights that a program splits into parts
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -75,12 +77,15 @@ def _route_kernel(
             other=0.0,
         )
         # the router as columns, [BLOCK_D, BLOCK_E]
-        r_tile = tl.load(
-            router + experts[None, :] * D + begin + step + cols[:, None],
-            mask=(experts < E)[None, :] & inside[:, None],
-            other=0.0,
-        )
-        logits = _dot_exactly(x_tile, r_tile, logits)
+        r_ptrs = router + experts[None, :] * D + begin + step + cols[:, None]
+        is_weight = (experts < E)[None, :] & inside[:, None]
+        r_tile = tl.load(r_ptrs, mask=is_weight, other=0.0)
+        if router.dtype.element_ty == tl.bfloat16:
+            middle = tl.load(r_ptrs + E * D, mask=is_weight, other=0.0)
+            low = tl.load(r_ptrs + 2 * E * D, mask=is_weight, other=0.0)
+            logits += _dot_parts(x_tile, r_tile, middle, low)
+        else:
+            logits = _dot_exactly(x_tile, r_tile, logits)
         x_tile = x_tile.to(tl.float32)
         squares += tl.sum(x_tile * x_tile, 1)
     if SPLIT == 1:
@@ -155,14 +160,37 @@ def _route_few_kernel(
 def _dot_exactly(x, r, total):
     """Return total + x @ r for float32 r, [T, D] x [D, E]. Rounding must not decide which experts a token gets."""
     if x.dtype == tl.bfloat16:
-        # Three bfloat16 numbers represent a float32, and their products with x are exact. The sum restarts for each tile,
-        # because tensor cores truncate the numbers that they add to a large sum.
-        high = r.to(tl.bfloat16)
-        rest = r - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        return total + tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low)))
+        high, middle, low = _split(r)
+        return total + _dot_parts(x, high, middle, low)
     return tl.dot(x.to(tl.float32), r, total, input_precision="tf32x3")
+
+
+@triton.jit
+def _split(r):
+    """Return three bfloat16 numbers whose sum is r. Their products with bfloat16 numbers are exact."""
+    high = r.to(tl.bfloat16)
+    rest = r - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _dot_parts(x, high, middle, low):
+    """Return x @ (high + middle + low) of a tile. Each tile has its own sum, as tensor cores truncate what they add to a large
+    one."""
+    return tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low)))
+
+
+@triton.jit
+def _split_kernel(router, parts, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Write the three parts of the router's weights one after another."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < SIZE
+    high, middle, low = _split(tl.load(router + at, mask=mask, other=0.0))
+    enter(PDL)
+    tl.store(parts + at, high, mask=mask)
+    tl.store(parts + SIZE + at, middle, mask=mask)
+    tl.store(parts + 2 * SIZE + at, low, mask=mask)
 
 
 @triton.jit
@@ -203,10 +231,11 @@ def _choose(
 
 def describe_route(
     x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, out: tuple[Tensor, Tensor], eps: float, **extra: Any
-) -> Launch:
-    """Describe the launch. `out` is (weights, ids).
+) -> list[Launch]:
+    """Describe the launches. `out` is (weights, ids).
 
-    `extra` may have pdl, few (experts per program, warps) and tile (tokens, columns, warps).
+    `extra` may have pdl, few (experts per program, warps), tile (tokens, columns, warps) and is_large (whether to use the
+    router's parts).
     """
     num_tokens, size = x_TD.shape
     num_experts, top_k = router_ED.shape[0], out[0].shape[1]
@@ -219,20 +248,29 @@ def describe_route(
         rows, num_warps = extra.get("few", FEW)
         logits, arrivals = workspace(x_TD.device)
         few = {"logits": logits, "arrivals": arrivals, "ROWS": rows, "BLOCK_D": next_power_of_2(size)}
-        return Launch(_route_few_kernel, (block_e // rows, num_tokens), {**common, **few}, options(num_warps, pdl))
-    block_t, block_d, num_warps = extra.get("tile", TILE if num_tokens < LARGE_TOKENS else LARGE_TILE)
+        return [Launch(_route_few_kernel, (block_e // rows, num_tokens), {**common, **few}, options(num_warps, pdl))]
+    is_large = extra.get("is_large", num_tokens >= LARGE_TOKENS) and x_TD.dtype == torch.bfloat16
+    block_t, block_d, num_warps = extra.get("tile", LARGE_TILE if is_large else TILE)
     blocks = cdiv(num_tokens, block_t)
-    most = max(1, min(MAX_PROGRAMS // blocks, cdiv(size, block_d)))
+    most = max(1, min((MAX_LARGE_PROGRAMS if is_large else MAX_PROGRAMS) // blocks, cdiv(size, block_d)))
     split = next(split for split in SPLITS if split <= most)
     parts, arrivals = workspace(x_TD.device) if split > 1 else (out[0], out[1])
     many = {"parts": parts, "arrivals": arrivals, "BLOCK_T": block_t, "BLOCK_D": block_d, "SPLIT": split, "STAGES": 2}
-    return Launch(_route_kernel, (blocks, split), {**common, **many}, options(num_warps, pdl))
+    if not is_large:
+        return [Launch(_route_kernel, (blocks, split), {**common, **many}, options(num_warps, pdl))]
+    many |= {"router": torch.empty(3, *router_ED.shape, dtype=torch.bfloat16, device=x_TD.device), "STAGES": 3}
+    splitting = {"router": router_ED, "parts": many["router"], "SIZE": router_ED.numel(), "BLOCK": SPLIT_BLOCK, "PDL": pdl}
+    return [
+        Launch(_split_kernel, (cdiv(router_ED.numel(), SPLIT_BLOCK),), splitting, options(4, pdl)),
+        Launch(_route_kernel, (blocks, split), {**common, **many}, options(num_warps, pdl)),
+    ]
 
 
 def route(x_TD: Tensor, router_ED: Tensor, expert_scale_E: Tensor, top_k: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the weights [T, K] (float32) and ids [T, K] (int32) of each token's experts, in one launch."""
+    """Return the weights [T, K] (float32) and ids [T, K] (int32) of each token's experts."""
     weights = torch.empty(x_TD.shape[0], top_k, dtype=torch.float32, device=x_TD.device)
     ids = torch.empty(x_TD.shape[0], top_k, dtype=torch.int32, device=x_TD.device)
     if x_TD.shape[0]:
-        describe_route(x_TD, router_ED, expert_scale_E, (weights, ids), eps, pdl=uses_pdl(x_TD.device)).run()
+        for launch in describe_route(x_TD, router_ED, expert_scale_E, (weights, ids), eps, pdl=uses_pdl(x_TD.device)):
+            launch.run()
     return weights, ids

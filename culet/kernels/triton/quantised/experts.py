@@ -22,14 +22,10 @@ from culet.kernels.triton.device import shared_bytes, stages_that_fit, uses_pdl
 from culet.kernels.triton.experts.expert_mlp import (
     ASSIGNED_TOKENS,
     BLOCKS,
-    GROUP_CHUNK,
     GroupTile,
     RowTile,
-    combine_kernel,
-    find_members,
-    group_kernel,
-    load_tokens,
 )
+from culet.kernels.triton.experts.grouping import describe_groups, describe_sum, find_members, load_tokens
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 from culet.kernels.triton.maths import gelu
 from culet.kernels.triton.quantised.packed import PackedMatrix
@@ -236,30 +232,19 @@ def describe_grouped(
     num_experts, size, width = down.words.shape[0], down.num_rows, down.num_columns
     assigned, device, pdl = num_tokens * top_k, x_TD.device, bool(extra.get("pdl", False))
     block_m = next((block for block, most in BLOCKS if assigned < most * num_experts), MAX_BLOCK)
-    members = torch.empty(num_experts, num_tokens, dtype=torch.int32, device=device)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    lists, grouping = describe_groups(ids_TK, num_experts, pdl)
     hidden = torch.empty(assigned, width, dtype=x_TD.dtype, device=device)
     out = torch.empty(assigned, size, dtype=x_TD.dtype, device=device)
-    lists = {"members": members, "counts": counts}
     shared = {"T": num_tokens, "E": num_experts, "BLOCK_E": next_power_of_2(num_experts), "hidden": hidden, "PDL": pdl, **lists}
     first = {"x": x_TD, "x_stride": x_TD.stride(0), "F": width, "TOP_K": top_k, **shared}
     second = {"out": out, "D": size, **shared}
-    third = {"out": out, "weights": weights_TK, "y": y_TD, "y_stride": y_TD.stride(0), "D": size, "TOP_K": top_k}
-    chunk, group_warps = min(GROUP_CHUNK, max(128, next_power_of_2(assigned))), 4 if assigned <= GROUP_CHUNK else 8
-    grouping = {"ids": ids_TK, "A": assigned, "T": num_tokens, "CHUNK": chunk, "PDL": pdl, **lists}
-    block_d = min(1024, next_power_of_2(size))
     limit = int(extra.get("shared") or shared_bytes(device))
     up_tile, down_tile = extra.get("up_tile", UP_TILES[block_m]), extra.get("down_tile", DOWN_TILES[block_m])
     return [
-        Launch(group_kernel, (num_experts,), grouping, options(group_warps, pdl)),
+        grouping,
         _grouped(_grouped_up_kernel, width, up_tile, first, gate_up, limit),
         _grouped(_grouped_down_kernel, size, down_tile, second, down, limit),
-        Launch(
-            combine_kernel,
-            (num_tokens, cdiv(size, block_d)),
-            {**third, "BLOCK_D": block_d, "PDL": pdl},
-            options(4, pdl),
-        ),
+        describe_sum(out, weights_TK, y_TD, pdl),
     ]
 
 

@@ -27,7 +27,7 @@ from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.tiles import Product, choose_stream, choose_tile, choose_warps
 from culet.kernels.types import QuantisedWeight
 from tests.kernels.linear_cases import Shape, shapes
-from tests.kernels.quantised_cases import FORMATS, draw, errors
+from tests.kernels.quantised.cases import FORMATS, draw, errors
 
 DEVICE = "cuda"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -23,7 +23,7 @@ else:
     from culet.kernels.triton.quantised import experts, few_tokens, linear, prefill
     from culet.kernels.triton.quantised.packed import PackedMatrix
     from culet.kernels.types import Int8Weight
-    from tests.kernels.quantised_cases import FORMATS, NAMES, draw, errors
+    from tests.kernels.quantised.cases import FORMATS, NAMES, draw, errors
 
     TOLERANCE = 3e-6
     # One format of each kind in the default run.
