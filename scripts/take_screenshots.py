@@ -178,7 +178,9 @@ def main() -> int:
     server = subprocess.Popen([sys.executable, "-m", "culet.cli.main", "serve", "--port", str(port)])
     try:
         wait_until_ready(url)
-        installed = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+        installed = next(
+            filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))), None
+        )
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"])
             take_chats(browser, url, folder)

@@ -17,7 +17,7 @@ OpenPage = Callable[..., Page]
 
 @pytest.fixture(scope="module")  # while it is open, no other test of this process can run an event loop
 def browser() -> Iterator[Browser]:
-    names = ("chromium", "chromium-browser", "google-chrome")
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
     installed = next((path for path in map(shutil.which, names) if path), None)
     with sync_playwright() as playwright:
         # Chromium's own sandbox may not start inside a container. The pages are ours, so it is not needed.
