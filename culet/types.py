@@ -51,7 +51,9 @@ class GrammarSpec:
 
     kind: str  # json_schema, regex, lark (Lark's notation or GBNF), or choice (a JSON list of texts)
     text: str
-    is_strict: bool = True  # for json_schema: reject keywords that cannot be enforced, instead of ignoring them
+    # for json_schema: reject keywords that cannot be enforced, instead of ignoring them
+    # for on_call: end the answer with an error if a call cannot be held any longer, instead of letting it go on
+    is_strict: bool = True
     after_thought: bool = False  # the model may think first, and the grammar applies after the thought
     on_call: bool = False  # the output is free, and the grammar applies to each tool call from its opening token on
     field: str = "structured_outputs"  # the field of the request that it comes from, for errors

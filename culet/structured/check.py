@@ -65,7 +65,7 @@ class Verdict:
             raise BadRequest(f"{self.field or form.field}: {self.error}", hint=self.hint)
         if isinstance(form, GrammarSpec):
             return form
-        return GrammarSpec("lark", self.text, field="tools", free_tools=tuple(self.free_tools))
+        return GrammarSpec("lark", self.text, form.is_strict, field="tools", free_tools=tuple(self.free_tools))
 
 
 class Check:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from culet.types import WHITE_SPACE, GrammarSpec
 
@@ -36,9 +36,11 @@ _PLAINER = (
     (re.compile(r"Unimplemented keys: \[(.*)\]"), r"these keywords cannot be enforced: \1"),
     (re.compile(r"Resource ('.*?') is not present .*"), r"the reference \1 points to another document"),
     (re.compile(r"Pointer '(.*?)' does not exist"), r"the reference '#\1' points to nothing"),
+    (re.compile(r"Rule 'start' already exists"), "a GBNF grammar cannot have a rule named start, so give it another name"),
     (re.compile(r"Expecting object schema to apply options"), "expected a JSON schema, which is an object"),
 )
 
+_LARK_RULE = re.compile(r"^\s*(?:%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
 _ESCAPED = re.compile(r"\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})|\\.", re.DOTALL)
 
 
@@ -112,8 +114,9 @@ def _source(spec: GrammarSpec) -> str:
         if spec.kind == "regex":
             return LLMatcher.grammar_from_regex(spec.text)
         if spec.kind == "lark":
-            character = partial(_character, is_lark=is_lark_syntax(spec.text))
-            return LLMatcher.grammar_from_lark(any_to_lark(_ESCAPED.sub(character, spec.text)))
+            is_lark = _is_lark(spec.text)
+            text = _ESCAPED.sub(partial(_character, is_lark=is_lark), spec.text)
+            return LLMatcher.grammar_from_lark(text if is_lark else gbnf_to_lark(text))
         if spec.kind == "choice":
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives(json.loads(spec.text))}")
         if spec.kind == "json_schema":
@@ -141,10 +144,15 @@ def alternatives(texts: Sequence[str]) -> str:
     return " | ".join(json.dumps(text) for text in texts)
 
 
+def _is_lark(text: str) -> bool:
+    """Return whether a grammar is in Lark's notation. GBNF has `::=`, also for a rule named start."""
+    return _LARK_RULE.search(text) is not None
+
+
 def _explain(text: str, spec: GrammarSpec) -> str:
     """Return an llguidance error for the client who sent the grammar. Places only help where the text is the client's own."""
     line = _TOKEN_AT.sub("", " ".join(_EXCERPT.sub("", text).split()))
-    is_own = spec.kind == "lark" and is_lark_syntax(spec.text)  # GBNF is translated, and its lines move
+    is_own = spec.kind == "lark" and _is_lark(spec.text)  # GBNF is translated, and its lines move
     line = _PLACE.sub(r"line \1, column \2: " if is_own else "", line, count=1)
     for pattern, words in _PLAINER:
         line = pattern.sub(words, line)

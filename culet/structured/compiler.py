@@ -156,7 +156,8 @@ class GrammarCompiler:
             first_W = None  # The cached mask is for grammars that hold from the first token.
         elif grammar is not None:
             grammar = grammar.deep_copy()
-        matcher = Matcher(vocabulary, grammar, phase, rules, on_call=spec is not None and spec.on_call, first_W=first_W)
+        on_call, is_strict = (False, False) if spec is None else (spec.on_call, spec.is_strict)
+        matcher = Matcher(vocabulary, grammar, phase, rules, on_call=on_call, is_strict=is_strict, first_W=first_W)
         matcher.accept(token_ids[prompt_len:])
         return matcher
 

@@ -127,10 +127,12 @@ class Matcher:
         rules: OutputRules | None = None,
         *,
         on_call: bool = False,
+        is_strict: bool = False,
         first_W: Mask | None = None,
     ) -> None:
         """Start in a phase. `grammar` is a compiled grammar for this sequence alone or, with `on_call`, one to copy.
 
+        With `is_strict`, a call that its grammar cannot continue is a fault.
         `first_W` is the grammar's first mask, if it is known.
         """
         self.phase = phase
@@ -146,6 +148,7 @@ class Matcher:
         self._rules = rules or _NO_RULES
         self._call_grammar = grammar if on_call else None
         self._is_document = grammar is not None and not on_call
+        self._is_strict = is_strict
         self._num_tokens = self._num_thought = 0  # drawn, and drawn inside thoughts
 
     @property
@@ -318,10 +321,11 @@ class Matcher:
                 self._num_thought += 1
 
     def _fail(self, grammar: LLMatcher) -> None:
-        """Give up. A tool call that its grammar cannot continue goes on without one. Anything else is a fault."""
+        """Give up. A tool call that its grammar cannot continue goes on without one, unless a tool is strict. Anything else is
+        a fault."""
         reason = shorten(grammar.get_error()) if grammar.is_error() else _DEAD_END
         reason = _DEAD_END if reason.startswith("NoExtension") else reason
-        if self._is_document:
+        if self._is_document or self._is_strict:
             self.fault = self.fault or GRAMMAR_FAULT + reason
         else:
             logger.warning("a tool call goes on without its grammar: %s", reason)

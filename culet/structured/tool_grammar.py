@@ -37,6 +37,7 @@ class ToolForm(Struct, frozen=True):
     document: GrammarSpec | None = None
     is_lenient: bool = False  # a tool whose schema has no grammar may be called with any arguments
     free: tuple[str, ...] = ()  # tools that may be called with any arguments
+    is_strict: bool = False  # a tool is strict, so no call may go on without the grammar
 
     @property
     def field(self) -> str:
@@ -59,7 +60,8 @@ def tool_form(
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRequest("tools: expected functions with a name", hint='{"type": "function", "function": {"name": ...}}')
         schemas.append({"function": {key: function.get(key) for key in ("name", "parameters", "strict")}})
-    return ToolForm(Raw(msgspec.json.encode(schemas)), name, one_call, document, is_lenient)
+    is_strict = any(schema["function"]["strict"] for schema in schemas)
+    return ToolForm(Raw(msgspec.json.encode(schemas)), name, one_call, document, is_lenient, is_strict=is_strict)
 
 
 def expand(fields: Mapping[str, Any]) -> GrammarSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from culet.errors import BadRequest
@@ -24,25 +24,43 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     if not messages:
         raise BadRequest("messages: got an empty list, expected at least one message")
     checked = [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    _name_results(checked)
-    return checked
+    return _with_named_results(checked)
 
 
-def _name_results(messages: Iterable[dict[str, Any]]) -> None:
-    """Assign each result of a tool to its call."""
-    calls: Sequence[dict[str, Any]] = ()
-    for is_result, group in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
+def _with_named_results(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Assign each result of a tool to its call, and return the messages with results in the order of their calls.
+
+    A prompt has no ids, so the order alone tells the model which result is whose. Clients that run tools at the same time send
+    results as they come.
+    """
+    named: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    for role, group in itertools.groupby(messages, key=lambda message: message["role"]):
         found = list(group)
-        if is_result:
-            _assign(found, calls)
+        if role == "tool":
+            order = _assign(found, calls)
+            # Media are in the order of the request.
+            if not any(isinstance(part, Mapping) and part.get("type") != "text" for part in _parts_of(found)):
+                found.sort(key=lambda result: order.get(id(result), len(calls)))
+        elif role == "assistant":
+            calls = [call for message in found for call in message.get("tool_calls") or ()]
         else:
-            calls = found[-1].get("tool_calls") or ()
+            calls = []
+        named += found
+    return named
 
 
-def _assign(results: Iterable[dict[str, Any]], calls: Sequence[dict[str, Any]]) -> None:
+def _parts_of(messages: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    for message in messages:
+        if isinstance(message.get("content"), list):
+            yield from message["content"]
+
+
+def _assign(results: Iterable[dict[str, Any]], calls: Sequence[dict[str, Any]]) -> dict[int, int]:
     """Assign results to calls by id, otherwise by name. Results without a known id and a name get the remaining calls in order.
 
     Calls that share an id are answered in order. Templates look calls up by id, so those without an id of their own get one.
+    Return the place of the call by the `id()` of its result.
     """
     by_id: dict[str, deque[int]] = {}
     by_name: dict[str, deque[int]] = {}
@@ -54,10 +72,12 @@ def _assign(results: Iterable[dict[str, Any]], calls: Sequence[dict[str, Any]]) 
             calls[index]["id"] = f"{call_id}#{index}"
     by_id.pop("", None)
     remaining = dict.fromkeys(range(len(calls)))
+    order: dict[int, int] = {}
 
     def give(result: dict[str, Any], index: int) -> None:
         remaining.pop(index, None)
-        if result.get("tool_call_id") != calls[index]["id"]:
+        order[id(result)] = index
+        if result.get("tool_call_id") != calls[index]["id"] or not result.get("name"):
             result["name"], result["tool_call_id"] = calls[index]["function"]["name"], calls[index]["id"]
 
     named: list[dict[str, Any]] = []
@@ -75,6 +95,7 @@ def _assign(results: Iterable[dict[str, Any]], calls: Sequence[dict[str, Any]]) 
             give(result, queue[0])
     for result, index in zip(nameless, list(remaining), strict=False):
         give(result, index)
+    return order
 
 
 def _check_message(message: object, where: str) -> dict[str, Any]:

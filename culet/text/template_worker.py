@@ -162,6 +162,11 @@ def _parse(line: bytes) -> dict[str, Any]:
     return request
 
 
+def _refuse_constant(name: str) -> None:
+    """Refuse NaN and infinities, which Python reads and JSON does not have."""
+    raise ValueError(name)
+
+
 def _parse_arguments(messages: Sequence[dict[str, Any]]) -> None:
     """Parse the arguments of tool calls in place. Clients send them as an object or as JSON text."""
     for index, message in enumerate(messages):
@@ -170,7 +175,7 @@ def _parse_arguments(messages: Sequence[dict[str, Any]]) -> None:
             arguments = function.get("arguments")
             if isinstance(arguments, str):
                 try:
-                    arguments = json.loads(arguments or "{}")
+                    arguments = json.loads(arguments or "{}", parse_constant=_refuse_constant)
                 except (ValueError, RecursionError):
                     raise InputError(f"{where}: not valid JSON") from None
             if not isinstance(arguments, dict | None):

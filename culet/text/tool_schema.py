@@ -12,12 +12,14 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote as unquote_url
 
 _MAX_DEPTH = 16  # limit on nested references and alternatives
 _MAX_ALTERNATIVES = 64
 _MAX_NUMBER_CHARS = 400  # longer than any sensibly written finite number. Python refuses to parse much longer ones.
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which cannot be encoded
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_INDEX = re.compile(r"0|[1-9][0-9]{0,5}")  # of a list in a reference
 _LOOSE_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _JSON_TYPES = {
     bool: "boolean",
@@ -87,7 +89,7 @@ class Shape:
             return
         self._schemas.append(schema)
         if isinstance(schema.get("$ref"), str):
-            self._add(_follow(schema["$ref"], self._root), depth + 1)
+            self._add(follow(schema["$ref"], self._root), depth + 1)
         for key in ("anyOf", "oneOf", "allOf"):
             if isinstance(schema.get(key), list):
                 for alternative in schema[key]:
@@ -145,12 +147,17 @@ def _loose_number(text: str, *, whole: bool) -> str | None:
     return str(int(text)) if is_plain else repr(value)
 
 
-def _follow(reference: str, root: object) -> object:
-    """Return the target of a reference such as `#/$defs/City` within the same schema, or None if there is none."""
-    if not reference.startswith("#"):
+def follow(reference: object, root: Any) -> Any:
+    """Return what a reference such as `#/$defs/City` or `#/properties/a/anyOf/0` leads to, or None if nothing is there."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     target = root
-    for key in reference[1:].split("/")[1:]:
+    for key in unquote_url(reference[1:]).split("/")[1:]:
         key = key.replace("~1", "/").replace("~0", "~")
-        target = target.get(key) if isinstance(target, Mapping) else None
+        if isinstance(target, Mapping):
+            target = target.get(key)
+        elif isinstance(target, list):
+            target = target[int(key)] if _INDEX.fullmatch(key) and int(key) < len(target) else None
+        else:
+            return None
     return target

@@ -305,6 +305,10 @@ def tool_of(schema: Any) -> Any:
             "grammar: range end must be >= start, got (5, 2)",
         ),
         (
+            {"grammar": 'root ::= start\nstart ::= "a"'},
+            "grammar: a GBNF grammar cannot have a rule named start, so give it another name",
+        ),
+        (
             {"structured_outputs": {"json": {"not": {"const": 1}}}},
             'structured_outputs.json: these keywords cannot be enforced: "not"',
         ),

@@ -20,6 +20,7 @@ from typing import Any
 from culet.errors import BadRequest
 from culet.structured.schema.numbers import Bound, exact, least_common_multiple, tightest_high, tightest_low
 from culet.structured.schema.patterns import FORMATS, expression, search_expression
+from culet.text.tool_schema import follow
 
 MAX_COUNT = 4096  # Larger bounds on lengths and counts are not enforced.
 MAX_DEPTH = 64  # of schemas inside each other. Below that, any value is allowed.
@@ -417,14 +418,3 @@ def item_schemas(case: Case, place: int) -> list[Schema]:
 def name_schemas(case: Case) -> list[Schema]:
     """Return the schemas of an object's keys."""
     return [part["propertyNames"] for part in case.objects if "propertyNames" in part]
-
-
-def follow(reference: object, root: Schema) -> Schema:
-    """Return the schema that a reference such as `#/$defs/City` leads to, or None if nothing is there."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    place = root
-    for step in [] if reference == "#" else reference[1:].split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        place = place.get(step) if isinstance(place, Mapping) else None
-    return place

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from culet.structured.schema.cases import Schema, count_of, follow, listed_in, stated_types
+from culet.structured.schema.cases import Schema, count_of, listed_in, stated_types
 from culet.structured.schema.numbers import exact
 from culet.structured.schema.patterns import FORMATS, search_expression
 from culet.structured.schema.rules import MAX_COUNTED, MAX_FACTOR
+from culet.text.tool_schema import follow
 
 _IGNORED = (
     *("not", "if", "oneOf", "contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from culet.structured.compiler import GrammarCompiler
-from culet.structured.matcher import Matcher, Vocabulary
+from culet.structured.matcher import Vocabulary
 from culet.structured.tool_grammar import call_grammar
 from culet.types import GrammarSpec, OutputRules
 from tests.unit.structured.test_grammar import CLOSE, EOS, OPEN, PIECES, TURN_END, allowed, next_of, spec, token
@@ -28,7 +28,7 @@ def compiler() -> GrammarCompiler:
 
 
 def on_call() -> GrammarSpec:
-    return GrammarSpec("lark", call_grammar(TOOLS, one_call=True), on_call=True)
+    return GrammarSpec("lark", call_grammar(TOOLS, one_call=True), is_strict=False, on_call=True)
 
 
 def tokens(text: str) -> list[int]:
@@ -50,6 +50,15 @@ def test_a_call_is_held_and_text_is_not(compiler: GrammarCompiler) -> None:
     assert not matcher.is_bound
     again = compiler.start(on_call(), [9, TEXT, CALL, *tokens("call:a")], 1)  # it lost its slot inside a call
     assert next_of(compiler, again) == {token("b"), token("bc")}
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_call_that_cannot_be_held_any_longer(compiler: GrammarCompiler, is_strict: bool) -> None:
+    """It goes on freely, or ends the answer if a tool is strict."""
+    matcher = compiler.start(replace(on_call(), is_strict=is_strict), [9, CALL], 1)
+    matcher.accept([TEXT])  # no draw with a mask gives this
+    assert bool(matcher.fault) is is_strict
+    assert matcher.is_bound is is_strict
 
 
 def test_a_required_call_and_a_free_one_share_a_grammar() -> None:
@@ -133,9 +142,3 @@ def test_min_tokens(compiler: GrammarCompiler) -> None:
     assert next_of(compiler, repeated) == {token("a"), TURN_END}
     complete = compiler.start(spec(choice=["a"]), [9, token("a")], 1, OutputRules(min_tokens=5, end_ids=(EOS, TURN_END)))
     assert next_of(compiler, complete) == {EOS, TURN_END}  # a form that can only end does
-
-
-def test_a_call_without_a_way_on_is_let_go(compiler: GrammarCompiler) -> None:
-    matcher: Matcher = compiler.start(on_call(), [9, CALL], 1)
-    matcher.accept([TEXT])  # no draw with a mask gives this
-    assert (matcher.is_bound, matcher.fault) == (False, "")

@@ -194,6 +194,8 @@ def strict_tools(schema: Any, *, strict: bool | None = True) -> list[dict[str, A
         ({"properties": {f"k{index}": {} for index in range(200)}, "maxProperties": 100}, "maxProperties"),
         ({"$ref": "#here"}, "$ref"),
         ({"$ref": "#/$defs/nothing"}, "$ref"),
+        ({"anyOf": [{}], "$ref": "#/properties/a/anyOf/1"}, "$ref"),
+        ({"anyOf": [{}], "$ref": "#/properties/a/anyOf/00"}, "$ref"),
     ],
 )
 @pytest.mark.parametrize("is_lenient", [False, True])
@@ -220,6 +222,8 @@ def test_a_strict_tool_is_never_free(caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(BadRequest, match=r"^tools\[1\]: the schemas are too large"):
             check.check(tool_form(strict_tools(wide), is_lenient=True))
         assert not caplog.records
-        assert check.check(tool_form(strict_tools(fine), is_lenient=True)).free_tools == ()
+        held = check.check(tool_form(strict_tools(fine), is_lenient=True))
+        assert (held.free_tools, held.is_strict) == ((), True)
+        assert not check.check(tool_form(strict_tools(fine, strict=False), is_lenient=True)).is_strict
     finally:
         check.close()

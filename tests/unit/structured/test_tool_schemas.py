@@ -129,6 +129,15 @@ SCHEMAS: dict[str, Any] = {
         "required": ["y"],
         "additionalProperties": False,
     },
+    "references": {
+        **of(
+            a={"anyOf": [{"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}, {"type": "null"}]},
+            b={"$ref": "#/properties/a/anyOf/0"},
+            c={"$ref": "#/definitions/Color%3Cstring%3E"},
+            d={"$ref": "#/definitions/a~1b"},
+        ),
+        "definitions": {"Color<string>": {"enum": ["red", "green"]}, "a/b": {"type": "boolean"}},
+    },
     "tree": {**of(root={"$ref": "#/$defs/node"}), "$defs": {"node": NODE}},
 }
 

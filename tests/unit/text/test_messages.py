@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from culet.errors import BadRequest
-from culet.text.messages import read_template_options
+from culet.text.messages import check_messages, read_template_options
 from culet.text.template import ChatTemplate
 
 USER = {"role": "user", "content": "Hi"}
@@ -35,17 +35,17 @@ def names(template: ChatTemplate, calls: list[tuple[str | None, str]], results: 
     ("calls", "results", "expected"),
     [
         ("1f 1g", "1 1", "f g"),  # calls that share an id
-        ("1f 1g 2h", "2 1 1", "h f g"),
+        ("1f 1g 2h", "2 1 1", "f g h"),
         ("1f 1g", "1 1 1", "f g g"),
         ("1f 2g", "8 9", "f g"),  # results whose ids are unknown
-        ("1f 2g", "2 9", "g f"),
-        ("1f 2g", "9 1", "g f"),
+        ("1f 2g", "2 9", "f g"),
+        ("1f 2g", "9 1", "f g"),
         ("1f 2g", "1 1", "f f"),  # a second result of the same call
         ("1f 2g", "7 8 9", "f g unknown"),
         ("-f -g -h", "- - -", "f g h"),
-        ("1f 2g 3h", "-g - -", "g f h"),  # a name
+        ("1f 2g 3h", "-g - -", "f g h"),  # a name
         ("1f 2f 3g", "-f - -", "f f g"),
-        ("1f 2g", "9other -", "other f"),
+        ("1f 2g", "9other -", "f other"),
     ],
 )
 def test_results_belong_to_calls(template: ChatTemplate, calls: str, results: str, expected: str) -> None:
@@ -56,6 +56,36 @@ def test_results_belong_to_calls(template: ChatTemplate, calls: str, results: st
         known = {"tool_call_id": result[0], "name": result[1:]}
         given.append({key: value for key, value in known.items() if value and value != "-"})
     assert names(template, made, given) == expected.split()
+
+
+def calls_of(*ids: str) -> dict[str, Any]:
+    made = [{"id": id_, "function": {"name": "weather", "arguments": {"city": id_}}} for id_ in ids]
+    return {"role": "assistant", "tool_calls": made}
+
+
+def results_of(*ids: str) -> list[dict[str, Any]]:
+    return [{"role": "tool", "tool_call_id": id_, "content": f"sun in {id_}"} for id_ in ids]
+
+
+@pytest.mark.parametrize("order", ["a b c", "c a b", "b a", "c b a"])
+def test_results_are_in_the_order_of_their_calls(template: ChatTemplate, order: str) -> None:
+    """The prompt has no ids. Clients that run tools at the same time send results as they come."""
+    given = order.split()
+    text = template.render([USER, calls_of("a", "b", "c"), *results_of(*given)])
+    assert text == template.render([USER, calls_of("a", "b", "c"), *results_of(*sorted(given))])
+    assert [text.index(f"sun in {id_}") for id_ in sorted(given)] == sorted(text.index(f"sun in {id_}") for id_ in given)
+
+
+def test_results_with_media_keep_their_order() -> None:
+    """The media of a request are in the order of its messages."""
+    results = [{**result, "content": [{"type": "image"}]} for result in results_of("b", "a")]
+    assert [result["tool_call_id"] for result in check_messages([USER, calls_of("a", "b"), *results])[2:]] == ["b", "a"]
+
+
+def test_calls_may_be_in_several_messages(template: ChatTemplate) -> None:
+    text = template.render([USER, calls_of("a"), calls_of("b"), *results_of("b", "a")])
+    assert "unknown" not in text
+    assert text.index("sun in a") < text.index("sun in b")
 
 
 @pytest.mark.parametrize("fields", [{"content": None}, {}, {"content": None, "tool_calls": []}, {"content": ""}])

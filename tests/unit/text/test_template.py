@@ -194,8 +194,8 @@ def test_parallel_calls_and_object_results(small):
     assert small.render(messages) == (
         "<bos><|turn>user\nHi<turn|>\n<|turn>model\n<|channel>thought\ntwo at once\n<channel|>"
         "<|tool_call>call:f{}<tool_call|><|tool_call>call:g{x:1}<tool_call|>"
-        '<|tool_response>response:g{k:<|"|>v<|"|>,z:1}<tool_response|>'
         '<|tool_response>response:f{value:<|"|>pq<|"|>}<tool_response|>'
+        '<|tool_response>response:g{k:<|"|>v<|"|>,z:1}<tool_response|>'
     )
 
 
@@ -208,7 +208,10 @@ def test_a_result_without_an_id_belongs_to_the_call_at_its_position(small):
     assert [part.partition("{")[0] for part in text.split("response:")[1:]] == ["f", "g"]
     mixed = [{"role": "tool", "tool_call_id": "b", "content": "q"}, {"role": "tool", "content": "p"}]
     text = small.render([USER, asks(("a", "f", {}), ("b", "g", {})), *mixed])
-    assert [part.partition("{")[0] for part in text.split("response:")[1:]] == ["g", "f"]
+    assert [part.partition("<tool")[0] for part in text.split("response:")[1:]] == [
+        'f{value:<|"|>p<|"|>}',
+        'g{value:<|"|>q<|"|>}',
+    ]
 
 
 def test_a_turn_with_text_and_a_call_stays_open_for_the_answer(small):
