@@ -418,9 +418,9 @@ async def soak(server: Running, num_requests: int, seed: int) -> dict[str, int]:
 
 
 def test_soak(tiny: Running) -> None:
-    ends = asyncio.run(soak(tiny, 100, seed=0))
+    ends = asyncio.run(soak(tiny, 60, seed=0))
     assert set(ends) <= {"200", "400", "429", "left"}
-    assert ends["200"] > 20
+    assert ends["200"] > 12
     assert ends["400"] > 2
     tiny.check_well()
 

@@ -24,7 +24,7 @@ from tests.serve.media.test_audio import recording
 from tests.serve.running import Running
 
 LIMIT_S = 60.0  # per answer, on a busy machine
-NUM_DEFAULT, NUM_FULL = 80, 2000
+NUM_DEFAULT, NUM_FULL = 50, 2000
 
 
 def sensible(body: Any) -> Any:

@@ -37,7 +37,7 @@ from training.run import capped, main, read_phases
 from training.sharpen import FINAL_NORM, sharpen, sharpness_of
 
 F32 = torch.float32
-STEPS = "60,25,15"  # of the target, the assistant and the DFlash drafter
+STEPS = "45,20,12"  # of the target, the assistant and the DFlash drafter
 CPU = torch.device("cpu")
 TEXT = [2, 105, *range(FIRST_WORD + 3, FIRST_WORD + 8), 106, 105, *range(FIRST_WORD + 8, FIRST_WORD + 40)]
 

@@ -133,7 +133,7 @@ def run(method: str, num_prompts: int, num_tokens: int) -> Tally:
 @pytest.mark.parametrize("method", sorted(DRAFTERS))
 def test_output_is_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
-    assert run(method, 6, 40).num_close == 0
+    assert run(method, 6, 26).num_close == 0
 
 
 @pytest.mark.slow

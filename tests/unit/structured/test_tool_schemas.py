@@ -149,15 +149,16 @@ def calls_of(compiler: GrammarCompiler, schema: Any, seeds: range) -> list[Any]:
     return [arguments for ((_, arguments),) in found]
 
 
+@pytest.mark.parametrize("count", [15, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_calls_fit_their_schemas(compiler: GrammarCompiler, name: str) -> None:
+def test_calls_fit_their_schemas(compiler: GrammarCompiler, name: str, count: int) -> None:
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-    for arguments in calls_of(compiler, SCHEMAS[name], range(25)):
+    for arguments in calls_of(compiler, SCHEMAS[name], range(count)):
         kind = jsonschema.Draft7Validator if name == "tuples of draft 7" else jsonschema.Draft202012Validator
         kind(SCHEMAS[name], format_checker=checker).validate(arguments)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(25), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(25, 100))])
 def test_calls_fit_random_schemas(compiler: GrammarCompiler, seed: int) -> None:
     chance = random.Random(seed)
     schema = next(schema for _ in range(100) if has_values(schema := random_object(chance)))
