@@ -37,7 +37,7 @@ from culet.kernels.triton.barriers import make_ring
 from culet.kernels.triton.device import can_bulk_copy, device_facts
 from culet.kernels.triton.experts.grouping import describe_groups, describe_sum
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
-from culet.kernels.triton.linear.hopper_products import _gelu
+from culet.kernels.triton.linear.hopper_products import gelu
 
 ROWS = 64  # of a warpgroup
 DEPTH = 64  # inputs of a step
@@ -148,7 +148,7 @@ def _compute_up(
                 mbarrier.arrive(empty.index((count + step + STAGES - 1) % STAGES), count=1, pred=step > 0)
             gate, up = warpgroup_mma_wait(0, deps=(gate, up))
             mbarrier.arrive(empty.index((count + NUM_STEPS - 1) % STAGES), count=1)
-            y = (_gelu(gate) * up).to(y_tile.dtype)
+            y = (gelu(gate) * up).to(y_tile.dtype)
             tma.store_wait(0)
             gl.thread_barrier()
             y_tile.store(y)

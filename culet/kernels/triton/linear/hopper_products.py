@@ -72,7 +72,7 @@ def _fetch(
 
 
 @gluon.jit
-def _gelu(x):
+def gelu(x):
     """Return the tanh form of GELU, x * sigmoid(2 u)."""
     u = x * (0.7978845608028654 + 0.035677408136300125 * x * x)
     return x / (1.0 + gl.exp2(-2.885390081777927 * u))
@@ -103,7 +103,7 @@ def _compute(
             count += 1
         gate, up = warpgroup_mma_wait(0, deps=(gate, up))
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-        y = (_gelu(gate) * up).to(y_tile.dtype)
+        y = (gelu(gate) * up).to(y_tile.dtype)
         tma.store_wait(0)
         gl.thread_barrier()
         y_tile.store(y)
