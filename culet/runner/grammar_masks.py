@@ -88,8 +88,10 @@ class StepGrammars:
 class SlotGrammars:
     """The matcher of each slot's sequence, if it has a grammar or rules."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int = 1) -> None:
         self.grammars: GrammarCompiler | None = None  # compiles grammars. Without it, no entry may have one.
+        # Ranks must draw the same tokens, but a mask may be late on one of them only. So they wait for all masks.
+        self._limit_s = MASK_LIMIT_S if num_ranks == 1 else None
         self._by_slot: dict[int, Matcher] = {}
         self._budgeted: dict[int, Matcher] = {}  # those with a thinking budget that is not used up
 
@@ -129,7 +131,8 @@ class SlotGrammars:
         assert self.grammars is not None
         bound = [group for group in groups if self._is_bound(group)]
         rows = [(self._by_slot[group.slot], group.num_drafts) for group in bound]
-        bits_AW = self.grammars.masks(rows, limit_s=MASK_LIMIT_S, skip_slow=len(bound) < len(groups))
+        skip_slow = self._limit_s is not None and len(bound) < len(groups)
+        bits_AW = self.grammars.masks(rows, limit_s=self._limit_s, skip_slow=skip_slow)
         draws = [group.first + index for group in bound for index in range(group.num_drafts + 1)]
         return StepMasks(np.array(draws), bits_AW)
 

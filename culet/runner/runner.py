@@ -90,7 +90,7 @@ class Runner:
         self.target = Target(model, pool, backends, taps)
         self.draws = Draws(self.target, self.tokens_SL, self.accepted_S)
         self.rounds = None if drafter is None else DraftRounds(drafter, pool, self.tokens_SL)
-        self.grammars = SlotGrammars()
+        self.grammars = SlotGrammars(model.rank.size)
         self.media = SlotMedia(frozenset(), ImageMask.CAUSAL, None)
         self.clock = DeviceClock(device)
         # Ranks also wait for each other, which says nothing about their threads.
