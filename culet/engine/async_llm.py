@@ -64,7 +64,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs) -> Self:
-        """Create an AsyncLLM from engine arguments. The name is vLLM's."""
+        """Create an AsyncLLM from engine arguments. vLLM has a method of the same name."""
         return cls(engine_args.model, **engine_args.settings)
 
     def _start(self, config: Config) -> None:

@@ -76,7 +76,7 @@ class Engine:
             self._grammars.check(request.grammar)
 
     def tool_call_grammar(self, tools: Sequence[Mapping[str, Any]], document: GrammarSpec | None = None) -> GrammarSpec:
-        """Return a grammar that limits tool calls to `tools`. With a `document`, the answer is that document or tool calls."""
+        """Return a grammar that allows only calls of `tools`. With a `document`, it allows either that document or calls."""
         return self._grammars.call_grammar(tools, document)
 
     def prepare_grammars(self) -> None:

@@ -90,7 +90,7 @@ class SlotGrammars:
 
     def __init__(self, num_ranks: int = 1) -> None:
         self.grammars: GrammarCompiler | None = None  # compiles grammars. Without it, no entry may have one.
-        # Ranks must draw the same tokens, but a mask may be late on one of them only. So they wait for all masks.
+        # A mask may be late on one rank only, and ranks must draw the same tokens. So they wait for all masks.
         self._limit_s = MASK_LIMIT_S if num_ranks == 1 else None
         self._by_slot: dict[int, Matcher] = {}
         self._budgeted: dict[int, Matcher] = {}  # those with a thinking budget that is not used up

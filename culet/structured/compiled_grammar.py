@@ -145,7 +145,7 @@ def alternatives(texts: Sequence[str]) -> str:
 
 
 def _is_lark(text: str) -> bool:
-    """Return whether a grammar is in Lark's notation. GBNF has `::=`, also for a rule named start."""
+    """Return whether a grammar is in Lark's notation. A GBNF rule may also be named start, but is defined with `::=`."""
     return _LARK_RULE.search(text) is not None
 
 

@@ -132,7 +132,7 @@ class Matcher:
     ) -> None:
         """Start in a phase. `grammar` is a compiled grammar for this sequence alone or, with `on_call`, one to copy.
 
-        With `is_strict`, a call that its grammar cannot continue is a fault.
+        With `is_strict`, it is a fault if the grammar of a call fails.
         `first_W` is the grammar's first mask, if it is known.
         """
         self.phase = phase
@@ -321,8 +321,7 @@ class Matcher:
                 self._num_thought += 1
 
     def _fail(self, grammar: LLMatcher) -> None:
-        """Give up. A tool call that its grammar cannot continue goes on without one, unless a tool is strict. Anything else is
-        a fault."""
+        """Give up the grammar. A tool call goes on without it, unless a tool is strict. Anything else is a fault."""
         reason = shorten(grammar.get_error()) if grammar.is_error() else _DEAD_END
         reason = _DEAD_END if reason.startswith("NoExtension") else reason
         if self._is_document or self._is_strict:

@@ -37,7 +37,7 @@ class ToolForm(Struct, frozen=True):
     document: GrammarSpec | None = None
     is_lenient: bool = False  # a tool whose schema has no grammar may be called with any arguments
     free: tuple[str, ...] = ()  # tools that may be called with any arguments
-    is_strict: bool = False  # a tool is strict, so no call may go on without the grammar
+    is_strict: bool = False  # one of the tools is strict, so no call may go on without the grammar
 
     @property
     def field(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from culet.errors import BadRequest
@@ -28,20 +28,19 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def _with_named_results(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Assign each result of a tool to its call, and return the messages with results in the order of their calls.
+    """Assign each tool result to its call, and put the results in the order of their calls.
 
-    A prompt has no ids, so the order alone tells the model which result is whose. Clients that run tools at the same time send
-    results as they come.
+    A prompt has no ids, so only the order tells the model which call a result belongs to. Clients that run tools in parallel
+    send results in the order in which the tools finish.
     """
     named: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     for role, group in itertools.groupby(messages, key=lambda message: message["role"]):
         found = list(group)
         if role == "tool":
-            order = _assign(found, calls)
-            # Media are in the order of the request.
-            if not any(isinstance(part, Mapping) and part.get("type") != "text" for part in _parts_of(found)):
-                found.sort(key=lambda result: order.get(id(result), len(calls)))
+            places = _assign(found, calls)
+            if not any(map(_has_media, found)):  # the media themselves stay in the order of the request
+                found = [found[index] for index in sorted(range(len(found)), key=places.__getitem__)]
         elif role == "assistant":
             calls = [call for message in found for call in message.get("tool_calls") or ()]
         else:
@@ -50,17 +49,16 @@ def _with_named_results(messages: Iterable[dict[str, Any]]) -> list[dict[str, An
     return named
 
 
-def _parts_of(messages: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    for message in messages:
-        if isinstance(message.get("content"), list):
-            yield from message["content"]
+def _has_media(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and any(part["type"] in MEDIA_PARTS for part in content)
 
 
-def _assign(results: Iterable[dict[str, Any]], calls: Sequence[dict[str, Any]]) -> dict[int, int]:
+def _assign(results: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]]) -> list[int]:
     """Assign results to calls by id, otherwise by name. Results without a known id and a name get the remaining calls in order.
 
     Calls that share an id are answered in order. Templates look calls up by id, so those without an id of their own get one.
-    Return the place of the call by the `id()` of its result.
+    Return the index of each result's call, or the number of calls if it has none.
     """
     by_id: dict[str, deque[int]] = {}
     by_name: dict[str, deque[int]] = {}
@@ -72,30 +70,30 @@ def _assign(results: Iterable[dict[str, Any]], calls: Sequence[dict[str, Any]]) 
             calls[index]["id"] = f"{call_id}#{index}"
     by_id.pop("", None)
     remaining = dict.fromkeys(range(len(calls)))
-    order: dict[int, int] = {}
+    places = [len(calls)] * len(results)
 
-    def give(result: dict[str, Any], index: int) -> None:
+    def give(number: int, index: int) -> None:
+        result, places[number] = results[number], index
         remaining.pop(index, None)
-        order[id(result)] = index
         if result.get("tool_call_id") != calls[index]["id"] or not result.get("name"):
             result["name"], result["tool_call_id"] = calls[index]["function"]["name"], calls[index]["id"]
 
-    named: list[dict[str, Any]] = []
-    nameless: list[dict[str, Any]] = []
-    for result in results:
+    named: list[int] = []
+    nameless: list[int] = []
+    for number, result in enumerate(results):
         if queue := by_id.get(result.get("tool_call_id") or ""):
-            give(result, queue.popleft() if len(queue) > 1 else queue[0])
+            give(number, queue.popleft() if len(queue) > 1 else queue[0])
         else:
-            (named if result.get("name") else nameless).append(result)
-    for result in named:
-        queue = by_name.get(result["name"]) or deque()
+            (named if result.get("name") else nameless).append(number)
+    for number in named:
+        queue = by_name.get(results[number]["name"]) or deque()
         while queue and queue[0] not in remaining:
             queue.popleft()
         if queue:
-            give(result, queue[0])
-    for result, index in zip(nameless, list(remaining), strict=False):
-        give(result, index)
-    return order
+            give(number, queue[0])
+    for number, index in zip(nameless, list(remaining), strict=False):
+        give(number, index)
+    return places
 
 
 def _check_message(message: object, where: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def test_experts(width: int) -> None:
         assert_close(expert_mlp.experts(*given), wanted)
         for tiles in (hopper_grouped.FEW, hopper_grouped.MANY):
             y = torch.full_like(given[0], math.nan)
-            for launch in hopper_grouped.describe_hopper_grouped(*given, y, tiles=tiles):
+            for launch in hopper_grouped.describe_hopper_grouped(*given, y, tile_sizes=tiles):
                 launch.run()
             assert_close(y, wanted)
 

@@ -93,12 +93,12 @@ def test_gated_product_fits_hopper(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tiles", [hopper_grouped.FEW, hopper_grouped.MANY], ids=["few", "many"])
-def test_grouped_experts_fit_hopper(tiles: hopper_grouped.Tiles, tmp_path: Path) -> None:
+def test_grouped_experts_fit_hopper(tiles: hopper_grouped.TileSizes, tmp_path: Path) -> None:
     x, gate_up, down = (
         torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((1000, 2816), (128, 1408, 2816), (128, 2816, 704))
     )
     weights, ids = (torch.empty(1000, 8, dtype=dtype, device="meta") for dtype in (torch.float32, torch.int32))
-    launches = hopper_grouped.describe_hopper_grouped(x, weights, ids, gate_up, down, torch.empty_like(x), tiles=tiles)
+    launches = hopper_grouped.describe_hopper_grouped(x, weights, ids, gate_up, down, torch.empty_like(x), tile_sizes=tiles)
     for launch, in_flight in zip(launches[1:4], (None, 2, 1), strict=True):
         compiled = compile_for(launch, 90)
         assert compiled.metadata.shared <= SHARED_BYTES[90]

@@ -112,3 +112,11 @@ def test_the_options_of_templates_are_checked() -> None:
         with pytest.raises(BadRequest) as caught:
             read_template_options(bad)
         assert caught.value.message == problem
+
+
+@pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": [-Infinity]}', "{"])
+def test_arguments_that_are_not_json(template: ChatTemplate, arguments: str) -> None:
+    """Python would read NaN and infinities, which JSON does not have."""
+    call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(BadRequest, match=r"^messages\[1\]\.tool_calls\[0\]\.function\.arguments: not valid JSON"):
+        template.render([USER, {"role": "assistant", "tool_calls": [call]}])

@@ -1,4 +1,6 @@
-"""List the assignments of each expert, and sum a token's experts. Every way to run experts for many tokens uses both.
+"""Group the assignments by expert, and add up the outputs of each token's experts.
+
+All kernels that run experts for more than a few tokens need both.
 
 Shapes: T tokens · D model · E experts · K experts per token · A = T * K assignments (a = t * K + j) · R rows of outputs.
 """
@@ -34,7 +36,7 @@ def group_kernel(ids, members, counts, A, T, CHUNK: tl.constexpr, PDL: tl.conste
 
 @triton.jit
 def find_members(members, counts, T, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the expert of this program's tile (E if none), its assignments, and which of them are real."""
+    """Return this program's expert (E if there is none), the assignments in its tile, and a mask of the real ones."""
     block = tl.program_id(1)
     experts = tl.arange(0, BLOCK_E)
     number = tl.load(counts + experts, mask=experts < E, other=0)
@@ -71,7 +73,7 @@ def combine_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute y[t] = sum_j weights[t, j] * out[place of t * K + j]. Without `places`, each assignment is at its own number."""
+    """Compute y[t] = sum_j weights[t, j] * out[place of t * K + j]. Without `places`, row a of `out` is assignment a."""
     enter(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -86,7 +88,7 @@ def combine_kernel(
 
 
 def describe_groups(ids_TK: Tensor, num_experts: int, pdl: bool) -> tuple[dict[str, Tensor], Launch]:
-    """Return the lists that `find_members` reads, and the launch that fills them."""
+    """Return the lists for `find_members` and the launch that fills them."""
     num_tokens, assigned = ids_TK.shape[0], ids_TK.numel()
     lists = {
         "members": torch.empty(num_experts, num_tokens, dtype=torch.int32, device=ids_TK.device),
@@ -98,7 +100,7 @@ def describe_groups(ids_TK: Tensor, num_experts: int, pdl: bool) -> tuple[dict[s
 
 
 def describe_sum(out_RD: Tensor, weights_TK: Tensor, y_TD: Tensor, pdl: bool, places_A: Tensor | None = None) -> Launch:
-    """Return the launch that sums a token's experts."""
+    """Return the launch that adds up the outputs of each token's experts. `places_A` has the row of each assignment."""
     num_tokens, size = y_TD.shape
     block_d = min(1024, next_power_of_2(size))
     arguments = {"out": out_RD, "places": places_A, "weights": weights_TK, "y": y_TD, "y_stride": y_TD.stride(0)}

@@ -31,23 +31,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from culet.kernels.triton.barriers import make_ring
+from culet.kernels.triton.barriers import make_ring, skip_tile, store_tile
 from culet.kernels.triton.device import can_bulk_copy, device_facts
 from culet.kernels.triton.experts.grouping import describe_groups, describe_sum
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
-from culet.kernels.triton.linear.hopper_products import gelu
+from culet.kernels.triton.linear.hopper_products import gelu, matrix
 
 ROWS = 64  # of a warpgroup
 DEPTH = 64  # inputs of a step
 FETCHING = 4  # warps that gather tokens
-_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """Outputs of a tile and stages of its ring, for gate and up and for down."""
+class TileSizes:
+    """The number of outputs in a tile and of stages in its ring, for gate and up and for down."""
 
     up_outputs: int
     up_stages: int
@@ -56,14 +54,14 @@ class Tiles:
 
 
 # Measured on an H200 with 128 experts of width 704, 8 per token, and hidden size 2816 (docs/log/linear.md).
-MIN_TOKENS = 768  # with fewer tokens, reading the weights takes most of the time, and the kernels in `expert_mlp` are as fast
-FEW, MANY = Tiles(64, 6, 256, 3), Tiles(128, 4, 128, 6)
+MIN_TOKENS = 768  # With fewer, reading the weights takes most of the time, and the kernels in `expert_mlp` are as fast.
+FEW, MANY = TileSizes(64, 6, 256, 3), TileSizes(128, 4, 128, 6)
 MANY_TOKENS = 6144  # from this many tokens on, MANY is used
 
 
 @triton.jit
 def _tile_kernel(counts, tiles, E: tl.constexpr, BLOCK_E: tl.constexpr, TILE: tl.constexpr):
-    """List the tiles: the number of them, and for each its expert, its first assignment, and how many real rows follow."""
+    """List the tiles. First comes their number, then the expert, the first assignment and the number of real rows of each."""
     experts = tl.arange(0, BLOCK_E)
     number = tl.load(counts + experts, mask=experts < E, other=0)
     own = (number + TILE - 1) // TILE
@@ -79,7 +77,7 @@ def _tile_kernel(counts, tiles, E: tl.constexpr, BLOCK_E: tl.constexpr, TILE: tl
 
 @gluon.jit
 def _read_tile(tiles, index):
-    """Return the expert of a tile, its first assignment among the expert's, and the number of its real rows."""
+    """Return the expert of a tile, the place of its first assignment in the expert's list, and the number of real rows left."""
     at = tiles + 4 * (index + 1)
     return gl.load(at), gl.load(at + 1), gl.load(at + 2)
 
@@ -93,7 +91,7 @@ def _fetch_up(
     D: gl.constexpr, F: gl.constexpr, TOP_K: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, NUM_OUTPUT_TILES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Run the fetching warps: weights by the bulk copy engine, tokens by asynchronous copies of 16 bytes."""
+    """Fetch weights with the bulk copy engine, and tokens with asynchronous copies of 16 bytes. The fetching warps run this."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     row = gl.arange(0, 2 * M, layout=gl.SliceLayout(1, LOADED))
     column = gl.arange(0, BK, layout=gl.SliceLayout(0, LOADED))
@@ -105,7 +103,7 @@ def _fetch_up(
         if output == 0:
             gl.store(places + member, tile * 2 * M + row, mask=row < left)
         source = x + (member // TOP_K).to(gl.int64)[:, None] * x_stride + column[None, :]
-        # Rows that are not real would all fetch the same token, which takes longer than different ones.
+        # Without a mask, all other rows would fetch token 0. Reading the same memory so often is slow.
         is_real = (row < left)[:, None] & (column >= 0)[None, :]
         for step in range(D // BK):
             stage = count % STAGES
@@ -148,18 +146,9 @@ def _compute_up(
                 mbarrier.arrive(empty.index((count + step + STAGES - 1) % STAGES), count=1, pred=step > 0)
             gate, up = warpgroup_mma_wait(0, deps=(gate, up))
             mbarrier.arrive(empty.index((count + NUM_STEPS - 1) % STAGES), count=1)
-            y = (gelu(gate) * up).to(y_tile.dtype)
-            tma.store_wait(0)
-            gl.thread_barrier()
-            y_tile.store(y)
-            fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(H, [(2 * tile + GROUP) * M, output], y_tile)
+            store_tile(H, (2 * tile + GROUP) * M, output, y_tile, (gelu(gate) * up).to(y_tile.dtype))
         else:
-            for step in range(NUM_STEPS):
-                stage = (count + step) % STAGES
-                mbarrier.wait(full.index(stage), ((count + step) // STAGES) & 1)
-                mbarrier.arrive(empty.index(stage), count=1)
+            skip_tile(full, empty, count, NUM_STEPS, STAGES)
         count += NUM_STEPS
     tma.store_wait(0)
 
@@ -170,7 +159,7 @@ def _up_kernel(
     D: gl.constexpr, F: gl.constexpr, TOP_K: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Compute gelu(gate) * up of every tile of rows and outputs whose number is this program's."""
+    """Compute gelu(gate) * up, tile by tile. Program p of n takes tiles p, p + n, p + 2n and so on."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     NUM_OUTPUT_TILES: gl.constexpr = (F + BN - 1) // BN
     dtype: gl.constexpr = W.dtype
@@ -178,7 +167,7 @@ def _up_kernel(
     gate_tiles = gl.allocate_shared_memory(dtype, [STAGES, BN, BK], LAYOUT)
     up_tiles = gl.allocate_shared_memory(dtype, [STAGES, BN, BK], LAYOUT)
     y_tiles = gl.allocate_shared_memory(dtype, [2, M, BN], LAYOUT)
-    # Every fetching thread reports its copies, and the bulk copy engine reports its own.
+    # Each fetching thread arrives when its copies are done, and the bulk copy engine arrives once.
     full, empty = make_ring(STAGES, 2, 1 + 32 * WARPS)
     gl.warp_specialize(
         [
@@ -207,7 +196,7 @@ def _fetch_down(
     D: gl.constexpr, F: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     NUM_OUTPUT_TILES: gl.constexpr,
 ):  # fmt: skip
-    """Run the fetching warp."""
+    """Fetch rows and weights with the bulk copy engine. One warp runs this."""
     count = 0
     for index in range(gl.program_id(0), gl.load(tiles) * NUM_OUTPUT_TILES, gl.num_programs(0)):
         tile, output = index // NUM_OUTPUT_TILES, index % NUM_OUTPUT_TILES * BN
@@ -247,17 +236,9 @@ def _compute_down(
                 mbarrier.arrive(empty.index((count + step + STAGES - 1) % STAGES), count=1, pred=step > 0)
             total = warpgroup_mma_wait(0, deps=(total,))
             mbarrier.arrive(empty.index((count + NUM_STEPS - 1) % STAGES), count=1)
-            tma.store_wait(0)
-            gl.thread_barrier()
-            y_tile.store(total.to(y_tile.dtype))
-            fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(Y, [(2 * tile + GROUP) * M, output], y_tile)
+            store_tile(Y, (2 * tile + GROUP) * M, output, y_tile, total.to(y_tile.dtype))
         else:
-            for step in range(NUM_STEPS):
-                stage = (count + step) % STAGES
-                mbarrier.wait(full.index(stage), ((count + step) // STAGES) & 1)
-                mbarrier.arrive(empty.index(stage), count=1)
+            skip_tile(full, empty, count, NUM_STEPS, STAGES)
         count += NUM_STEPS
     tma.store_wait(0)
 
@@ -267,7 +248,7 @@ def _down_kernel(
     H, W, Y, tiles,
     D: gl.constexpr, F: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply every tile of rows by the outputs' down weights, if its number is this program's."""
+    """Multiply by the down weights, tile by tile. Program p of n takes tiles p, p + n, p + 2n and so on."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     NUM_OUTPUT_TILES: gl.constexpr = (D + BN - 1) // BN
     dtype: gl.constexpr = H.dtype
@@ -286,16 +267,8 @@ def _down_kernel(
     )
 
 
-def _matrix(x: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, DEPTH], _LAYOUT)
-
-
-def _stored(x: Tensor, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [ROWS, columns], _LAYOUT)
-
-
 def supports(x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> bool:
-    """Return whether these kernels can be used for such inputs and weights, whatever the number of tokens."""
+    """Return whether these kernels can take such inputs and weights. The number of tokens does not matter."""
     if x_TD.shape[1] % DEPTH or down_EDF.shape[2] % 8:
         return False
     return all(weight.is_contiguous() and can_bulk_copy(x_TD, weight.flatten(0, 1)) for weight in (gate_up_EFD, down_EDF))
@@ -304,12 +277,12 @@ def supports(x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> bool:
 def describe_hopper_grouped(
     x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, y_TD: Tensor, **extra: Any
 ) -> list[Launch]:
-    """Return the five launches for these tensors. `extra` may have tiles (Tiles), pdl and num_programs."""
+    """Return the five launches for these tensors. `extra` may have tile_sizes (TileSizes) and pdl."""
     num_tokens, top_k = ids_TK.shape
     num_experts, size, width = down_EDF.shape
     assigned, rows, device = num_tokens * top_k, 2 * ROWS, x_TD.device
-    tile: Tiles = extra.get("tiles", FEW if num_tokens < MANY_TOKENS else MANY)
-    pdl, num_programs = bool(extra.get("pdl", False)), extra.get("num_programs") or device_facts(device)[1]
+    tile: TileSizes = extra.get("tile_sizes", FEW if num_tokens < MANY_TOKENS else MANY)
+    pdl, num_programs = bool(extra.get("pdl", False)), device_facts(device)[1]
     num_tiles = min(assigned, assigned // rows + num_experts)
     lists, grouping = describe_groups(ids_TK, num_experts, pdl)
     tiles = torch.empty(num_tiles + 1, 4, dtype=torch.int32, device=device)
@@ -326,8 +299,8 @@ def describe_hopper_grouped(
     sizes = {"tiles": tiles, "D": size, "F": width, "M": ROWS, "BK": DEPTH}
     up = {
         "x": x_TD,
-        "W": _matrix(gate_up_EFD.flatten(0, 1), tile.up_outputs),
-        "H": _stored(hidden_RF, tile.up_outputs),
+        "W": matrix(gate_up_EFD.flatten(0, 1), tile.up_outputs, DEPTH),
+        "H": matrix(hidden_RF, ROWS, tile.up_outputs),
         "members": lists["members"],
         "places": places,
         "num_tokens": num_tokens,
@@ -339,9 +312,9 @@ def describe_hopper_grouped(
         **sizes,
     }
     down = {
-        "H": _matrix(hidden_RF, rows),
-        "W": _matrix(down_EDF.flatten(0, 1), tile.down_outputs),
-        "Y": _stored(out_RD, tile.down_outputs),
+        "H": matrix(hidden_RF, rows, DEPTH),
+        "W": matrix(down_EDF.flatten(0, 1), tile.down_outputs, DEPTH),
+        "Y": matrix(out_RD, ROWS, tile.down_outputs),
         "BN": tile.down_outputs,
         "STAGES": tile.down_stages,
         **sizes,

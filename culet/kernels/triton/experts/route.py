@@ -5,8 +5,8 @@
 
 `router` includes the router's input scale. With up to FEW_TOKENS tokens, a program computes the logits of a few experts for one
 token. It loads their rows before it waits for the previous kernel. With more tokens, tensor cores compute tiles of tokens x all
-experts, with D split into parts. The product is exact because a float32 number is the sum of three bfloat16 numbers. With many
-tokens, a launch before this one splits the router into them.
+experts, with D split into parts. Each float32 weight is split into three bfloat16 numbers, whose products are exact. With many
+tokens, a launch of its own does that first.
 
 Shapes: T tokens · D model · E experts · K experts per token.
 """
@@ -176,14 +176,13 @@ def _split(r):
 
 @triton.jit
 def _dot_parts(x, high, middle, low):
-    """Return x @ (high + middle + low) of a tile. Each tile has its own sum, as tensor cores truncate what they add to a large
-    one."""
+    """Return x @ (high + middle + low) of a tile. Tensor cores truncate what they add to a large sum, so a tile has its own."""
     return tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low)))
 
 
 @triton.jit
 def _split_kernel(router, parts, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Write the three parts of the router's weights one after another."""
+    """Split the router's weights into three parts, and store the parts one after another."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < SIZE
     high, middle, low = _split(tl.load(router + at, mask=mask, other=0.0))

@@ -21,7 +21,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -29,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from culet.kernels.triton.barriers import make_ring
+from culet.kernels.triton.barriers import make_ring, store_tile
 from culet.kernels.triton.device import can_bulk_copy, device_facts
 from culet.kernels.triton.launch import Launch, cdiv, is_only_warming
 
@@ -103,13 +102,7 @@ def _compute(
             count += 1
         gate, up = warpgroup_mma_wait(0, deps=(gate, up))
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES), count=1)
-        y = (gelu(gate) * up).to(y_tile.dtype)
-        tma.store_wait(0)
-        gl.thread_barrier()
-        y_tile.store(y)
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(Y, [token + GROUP * M, output], y_tile)
+        store_tile(Y, token + GROUP * M, output, y_tile, (gelu(gate) * up).to(y_tile.dtype))
     tma.store_wait(0)
 
 
@@ -146,7 +139,8 @@ def _gated_product_kernel(
     )  # fmt: skip
 
 
-def _matrix(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def matrix(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Describe a matrix that the bulk copy engine reads or writes in tiles of this size."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _LAYOUT)
 
 
@@ -154,9 +148,9 @@ def describe_gated_product(x_MK: Tensor, gate_up_NK: Tensor, out_MF: Tensor) -> 
     """Describe the launch for these tensors. The weight's rows are gate, then up."""
     (num_tokens, size_k), num_outputs = x_MK.shape, out_MF.shape[1]
     arguments: dict[str, Any] = {
-        "X": _matrix(x_MK, 2 * ROWS, DEPTH),
-        "W": _matrix(gate_up_NK, OUTPUTS, DEPTH),
-        "Y": _matrix(out_MF, ROWS, OUTPUTS),
+        "X": matrix(x_MK, 2 * ROWS, DEPTH),
+        "W": matrix(gate_up_NK, OUTPUTS, DEPTH),
+        "Y": matrix(out_MF, ROWS, OUTPUTS),
         "num_token_tiles": cdiv(num_tokens, 2 * ROWS),
         "num_output_tiles": cdiv(num_outputs, OUTPUTS),
         "num_steps": cdiv(size_k, DEPTH),

@@ -285,7 +285,7 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
 def continued(messages: Sequence[Message], *, is_asked: bool, add_generation_prompt: bool) -> str | None:
     """Return the text of the last message if the answer continues it, or None.
 
-    The request (`is_asked`) or the message's own `prefix` may ask for that.
+    Either the request (`is_asked`) or the message itself (`prefix`) can ask for this.
     """
     for index, message in enumerate(messages[:-1]):
         if message.prefix:
