@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from culet.config import BUILT_IN
 from culet.errors import BadRequest, CheckpointError
-from culet.models.embedded import introduce, is_embedded
+from culet.models.embedded import embedded_folder, introduce, is_embedded
 from culet.models.folder import find_folder, read_json, read_model_config
 from culet.models.random_checkpoint import PREFIX, RandomDraw, read_random
 from culet.models.sizes import check_size
@@ -28,6 +29,11 @@ class Checkpoint:
     spec: ModelSpec
     defaults: ModelDefaults
     random: RandomDraw | None = None
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The folder with the tokenizer. A model with random weights borrows that of the built-in model."""
+        return self.folder if self.random is None else embedded_folder(BUILT_IN)
 
 
 def open_checkpoint(model: str, revision: str | None = None) -> Checkpoint:

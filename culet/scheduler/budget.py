@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -12,6 +12,8 @@ from culet.scheduler.tenants import FairQueue, StepPrompts, rank, share_tokens
 MIN_STEP = 256  # tokens that a step may have however slow it is, because smaller chunks waste the reading of weights
 CPU_MIN_STEP = 16  # the same on a CPU, where a token takes about as long in any larger chunk
 FIRST_FACTOR = 4  # before any step is measured, chunks beside running answers have this many times the minimum
+NUM_SPEEDS = 16  # measured steps that count
+LEARN_SHARE = 0.3  # of the tokens that a step may have. Smaller steps mostly read weights, so they are not measured
 LONG_STEP = 16  # tokens of a step that short prompts need not wait for
 NEW_GRAMMAR_TOKENS = 4  # a row with a new grammar takes as long as this many tokens, because its masks are slow
 MAX_SHORT = 16  # waiting sequences among which short prompts are looked for
@@ -23,8 +25,9 @@ class StepBudget:
     """How many tokens a step may have while answers are running, so that none of them waits long for a prompt's chunk.
 
     The number follows the measured times. If a step of n tokens took t seconds, the next may have n * max_step_s / t. A step's
-    time grows with its tokens, so this settles where a step takes `max_step_s`, whatever the length of the prompts. One
-    measurement changes the number by a factor of two at most, because a single slow step may have other causes.
+    time grows with its tokens, so this settles where a step takes `max_step_s`, whatever the length of the prompts. Times vary,
+    and answers wait for the slow steps, so the second slowest of the last steps counts. The slowest may have other causes. The
+    number changes by a factor of two at most.
     """
 
     def __init__(self, max_tokens: int, max_step_s: float, min_tokens: int = MIN_STEP) -> None:
@@ -32,12 +35,14 @@ class StepBudget:
         self._max_step_s = max_step_s
         self._min_tokens = min(min_tokens, max_tokens)
         self._num_tokens = float(min(FIRST_FACTOR * min_tokens, max_tokens))
+        self._speeds: deque[float] = deque(maxlen=NUM_SPEEDS)  # tokens per second of the last steps
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step. Those with few tokens say nothing about chunks."""
-        if not self._max_step_s or num_tokens < self._min_tokens or seconds <= 0:
+        if not self._max_step_s or num_tokens < max(self._min_tokens, LEARN_SHARE * self._num_tokens) or seconds <= 0:
             return
-        within = num_tokens * self._max_step_s / seconds
+        self._speeds.append(num_tokens / seconds)
+        within = sorted(self._speeds)[:2][-1] * self._max_step_s
         within = min(max(within, self._num_tokens / 2), 2 * max(self._num_tokens, num_tokens))
         self._num_tokens = min(max(within, self._min_tokens), self.max_tokens)
 
@@ -61,7 +66,13 @@ class StepBudget:
         least = num_decoding + max(self._min_tokens // 2, first.min_chunk if first is not None else 1)
         # Never fewer than the minimum, because nothing is learned from smaller steps.
         num_tokens = max(int(self._num_tokens * (BRISK_SHARE if is_brisk else 1)), MIN_STEP if is_shared else self._min_tokens)
-        return min(self.max_tokens, max(num_tokens, least))
+        return min(self.max_tokens, max(_round_down(num_tokens), least))
+
+
+def _round_down(num_tokens: int) -> int:
+    """Return one of eight sizes between two powers of two. The first step of a new size may be slow on a GPU."""
+    shift = max(0, num_tokens.bit_length() - 4)
+    return num_tokens >> shift << shift
 
 
 class ShortFirst:

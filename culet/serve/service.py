@@ -117,7 +117,8 @@ class Service:
         spec, folder = self.checkpoint.spec, self.checkpoint.folder
         is_random = self.checkpoint.random is not None
         is_skipped = config.model.skip_tokenizer_init
-        self.tokenizer = make_tokenizer(folder, spec.vocab_size, is_random=is_random, is_skipped=is_skipped)
+        vocabulary = self.checkpoint.tokenizer_folder
+        self.tokenizer = make_tokenizer(vocabulary, spec.vocab_size, is_random=is_random, is_skipped=is_skipped)
         self.template = ChatTemplate.of_checkpoint(
             folder,
             config.model.chat_template,

@@ -160,6 +160,6 @@ def _explain(text: str, spec: GrammarSpec) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return an llguidance error as one line of limited length."""
-    line = " ".join(text.replace("<non-verbose/>", "").split())
+    """Return an llguidance error as one line of limited length, without the stack of a panic."""
+    line = " ".join(text.partition("<backtrace>")[0].replace("<non-verbose/>", "").split())
     return line if len(line) <= MAX_ERROR_CHARS else line[:MAX_ERROR_CHARS] + "..."

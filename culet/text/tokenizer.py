@@ -116,11 +116,34 @@ class Tokenizer:
         return token.encode("utf-8", errors="replace")
 
 
-class NumberTokenizer(Tokenizer):
-    """A tokenizer for models with random weights, which have no vocabulary.
+class BorrowedTokenizer(Tokenizer):
+    """The tokenizer of another model, for a model with random weights, which has none.
 
-    Token 17 is written ` 17`, and prompts are numbers.
+    Gemma 4's control tokens have the same ids in both, so chats, tools and grammars work. An id that the other model does not
+    have is written as a number, such as ` 9000`. If this model has fewer ids, higher ones begin again at 0.
     """
+
+    def __init__(self, folder: str | Path, vocab_size: int) -> None:
+        super().__init__(folder)
+        self._vocab_size = vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def _encode(self, text: str) -> list[int]:
+        return [token_id % self._vocab_size for token_id in super()._encode(text)]
+
+    def _make_piece(self, token_id: int) -> bytes:
+        if token_id >= self._vocab_size:
+            return b""
+        return super()._make_piece(token_id) or f" {token_id}".encode()
+
+
+class NoTokenizer(Tokenizer):
+    """Stands in for a tokenizer that was not loaded. Prompts are token ids, and the text of every token is empty."""
+
+    has_text = False
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -131,28 +154,6 @@ class NumberTokenizer(Tokenizer):
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
-
-    def token_id(self, token: str) -> int | None:
-        return int(token) if token.isdecimal() and int(token) < self._vocab_size else None
-
-    def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
-        if not isinstance(text, str):
-            raise BadRequest(f"prompt: got {type(text).__name__}, expected a string")
-        token_ids = [self.token_id(word) for word in text.split()]
-        known = [token_id for token_id in token_ids if token_id is not None]
-        if len(known) < len(token_ids):
-            hint = f"send token ids below {self._vocab_size}, for example '17 4 1305'"
-            raise BadRequest("prompt: a model with random weights reads token ids, not words", hint=hint)
-        return known
-
-    def _make_piece(self, token_id: int) -> bytes:
-        return f" {token_id}".encode() if token_id < self._vocab_size else b""
-
-
-class NoTokenizer(NumberTokenizer):
-    """Stands in for a tokenizer that was not loaded. Prompts are token ids, and the text of every token is empty."""
-
-    has_text = False
 
     def token_id(self, token: str) -> int | None:
         return None
@@ -170,10 +171,10 @@ def no_tokenizer(problem: str) -> BadRequest:
 
 
 def make_tokenizer(folder: Path, vocab_size: int, *, is_random: bool, is_skipped: bool) -> Tokenizer:
-    """Return a checkpoint's tokenizer. A model with random weights reads and writes token numbers instead."""
+    """Return the tokenizer in a folder. A model with random weights borrows it."""
     if is_skipped:
         return NoTokenizer(vocab_size)
-    return NumberTokenizer(vocab_size) if is_random else Tokenizer(folder)
+    return BorrowedTokenizer(folder, vocab_size) if is_random else Tokenizer(folder)
 
 
 def _looks_special(text: str) -> bool:

@@ -87,6 +87,16 @@ def test_an_agent_finds_its_history(tiny: Running, tmp_path: Path) -> None:
     assert "hit rate %" in out
 
 
+def test_an_agent_keeps_the_figures_before_a_failure(tiny: Running, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    sizes = ["--agent-history", "60,100000", "--agent-sessions", "1", "--agent-turns", "1", "--agent-tools", "1"]
+    code, out, err = bench(tiny, "--dataset", "agent", *sizes, "--random-output-len", "2", "--json", str(file))
+    assert code != 0
+    assert "lower --agent-history" in err
+    assert [turn["history_len"] for turn in json.loads(file.read_text())["turns"]] == [60]
+    assert "hit rate %" in out
+
+
 def test_the_share_of_cached_tokens_is_shown(tiny: Running, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     lengths = ["--random-input-len", "10", "--random-prefix-len", "90", "--random-output-len", "2", "--num-prompts", "4"]

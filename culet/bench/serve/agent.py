@@ -113,13 +113,17 @@ def make_tools(num_tools: int) -> list[dict[str, Any]]:
     ]
 
 
-async def run_agent(load: Load, agent: AgentLoad, report: Callable[[int], None] = lambda done: None) -> list[Turn]:
-    """Run all sessions and return their turns. Calls `report` with the number of finished requests."""
+async def run_agent(load: Load, agent: AgentLoad, turns: list[Turn], report: Callable[[int], None] = lambda done: None) -> None:
+    """Run all sessions. Append the turns of each history to `turns`, so that they are kept if a later one fails.
+
+    Calls `report` with the number of finished requests.
+    """
     client = Client(replace(load, is_chat=True))
     try:
         model = await client.check()
         runner = _Runner(client, model, load, agent, report)
-        return [turn for history_len in agent.history_lens for turn in await runner.run(history_len)]
+        for history_len in agent.history_lens:
+            turns += await runner.run(history_len)
     finally:
         await client.close()
 

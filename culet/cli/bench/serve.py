@@ -184,10 +184,15 @@ def _run_agent(load: Any, agent: Any, json_file: str | None) -> None:
     from culet.bench.serve.agent import agent_block, run_agent
 
     num_requests = 2 * len(agent.history_lens) * agent.num_sessions * agent.num_turns
-    turns = [turn.figures() for turn in asyncio.run(run_agent(load, agent, _progress(num_requests)))]
-    click.echo(agent_block(turns))
-    if json_file:
-        _write(Path(json_file), {"date": datetime.now().strftime("%Y%m%d-%H%M%S"), "agent": asdict(agent), "turns": turns})
+    turns: list[Any] = []
+    try:
+        asyncio.run(run_agent(load, agent, turns, _progress(num_requests)))
+    finally:
+        if figures := [turn.figures() for turn in turns]:
+            click.echo(agent_block(figures))
+            if json_file:
+                date = datetime.now().strftime("%Y%m%d-%H%M%S")
+                _write(Path(json_file), {"date": date, "agent": asdict(agent), "turns": figures})
 
 
 def _load(options: dict[str, Any]) -> Any:

@@ -185,7 +185,7 @@ def _facts_of_rank(setup: Setup, settings: Mapping[str, Any]) -> dict[str, objec
 def open_tokenizer(setup: Setup) -> Tokenizer:
     checkpoint, is_skipped = setup.checkpoint, setup.config.model.skip_tokenizer_init
     is_random = checkpoint.random is not None
-    return make_tokenizer(checkpoint.folder, setup.spec.vocab_size, is_random=is_random, is_skipped=is_skipped)
+    return make_tokenizer(checkpoint.tokenizer_folder, setup.spec.vocab_size, is_random=is_random, is_skipped=is_skipped)
 
 
 def make_compiler(setup: Setup, tokenizer: Tokenizer) -> GrammarCompiler:

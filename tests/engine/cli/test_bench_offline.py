@@ -35,13 +35,13 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_random_model_answers_as_any_other(folder: Path) -> None:
     settings = {"device": "cpu", "max_model_len": 256}
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    prompts = ["5 17 33 4", list(range(60))]
+    prompts = ["Who lives in this house?", list(range(60))]
     with LLM(f"random:{folder}", **settings) as llm:
         first = llm.generate(prompts, params)
     with LLM(f"random:{folder}", **settings) as llm:
         again = llm.generate(prompts, params)
     assert first == again, "the same name is the same model"
-    assert first[0].text == "".join(f" {token_id}" for token_id in first[0].token_ids)
+    assert all(answer.text for answer in first), "it borrows the built-in model's words"
     with LLM(f"random:{folder},seed=1", **settings) as llm:
         assert llm.generate(prompts, params) != first
 

@@ -22,7 +22,7 @@ from culet.bench.workloads import DEFAULT_ROWS, STANDARD, Workload, make_prompts
 from culet.cache.spec import plan_cache
 from culet.cli.main import run
 from culet.engine.resolve import given_settings
-from culet.errors import BadRequest, ConfigError, UnsupportedError
+from culet.errors import ConfigError, UnsupportedError
 from culet.hardware import PEAKS, find_peaks
 from culet.layers.weight.weights import Weights
 from culet.models.checkpoint import open_checkpoint
@@ -34,7 +34,7 @@ from culet.models.towers.spec import read_towers
 from culet.models.variants import VARIANTS
 from culet.testing.tiny import SHAPES as TINY
 from culet.testing.tiny import write_checkpoint
-from culet.text.tokenizer import NumberTokenizer
+from culet.text.tokenizer import BorrowedTokenizer, Tokenizer
 
 H200 = PEAKS["H200"]
 CPU = torch.device("cpu")
@@ -309,14 +309,16 @@ def test_kinds_of_draw(tmp_path: Path) -> None:
     assert float(logits.std()) == pytest.approx(4.0, rel=0.2), "the router has preferences"
 
 
-def test_number_tokenizer() -> None:
-    tokenizer = NumberTokenizer(100)
-    assert tokenizer.decode([5, 17, 99]) == " 5 17 99"
-    assert tokenizer.encode(" 5 17 99", add_bos=True) == [5, 17, 99]
-    assert (tokenizer.vocab_size, tokenizer.token_id("99"), tokenizer.token_id("100")) == (100, 99, None)
-    for text in ("100", "hello", "-1"):
-        with pytest.raises(BadRequest, match="token ids, not words"):
-            tokenizer.encode(text)
+def test_a_random_model_borrows_the_words_of_the_built_in_model() -> None:
+    folder = open_checkpoint("random:31B").tokenizer_folder
+    own, tokenizer = Tokenizer(folder), BorrowedTokenizer(folder, 262_144)
+    text = "<|turn>user\nHow many people live here?<turn|>"
+    assert tokenizer.encode(text) == own.encode(text)
+    assert (tokenizer.token_id("<turn|>"), tokenizer.vocab_size) == (106, 262_144)
+    assert tokenizer.decode([*own.encode("a house"), 8192, 262_143, 262_144]) == "a house 8192 262143"
+    small = BorrowedTokenizer(folder, 200)
+    assert max(small.encode(text)) < 200
+    assert small.decode([199, 200]) == own.decode([199])
 
 
 # Reports

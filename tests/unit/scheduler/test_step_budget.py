@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from random import Random
 
 import pytest
 
 from culet.config import ScheduleConfig
 from culet.errors import ConfigError
-from culet.scheduler.budget import BRISK_SHARE, CPU_MIN_STEP, MIN_STEP, StepBudget
+from culet.scheduler.budget import BRISK_SHARE, CPU_MIN_STEP, LEARN_SHARE, MIN_STEP, NUM_SPEEDS, StepBudget
 from culet.scheduler.scheduler import Scheduler
+from culet.scheduler.sequence import Sequence
 from culet.types import Drawn, MediaSpan, Request, StepPlan, StepResult
 from tests.engine.scheduler.drive import make_layout, make_request
 
@@ -118,16 +120,54 @@ def test_the_number_of_tokens_settles_where_a_step_takes_its_time(base_s: float)
     assert base_s + budget._num_tokens * 2e-5 == pytest.approx(0.1, rel=0.05)
 
 
-def test_a_slow_step_halves_the_number_at_most_and_few_tokens_say_nothing() -> None:
+def test_one_slow_step_changes_nothing_and_more_of_them_halve_the_number_each_time() -> None:
     budget = StepBudget(8192, 0.1)
     budget.took(1024, 0.1)
+    budget.took(1024, 30.0)
+    assert budget._num_tokens == 1024
     budget.took(1024, 30.0)
     assert budget._num_tokens == 512
     for _ in range(5):
         budget.took(1024, 30.0)
     assert budget._num_tokens == MIN_STEP
-    budget.took(MIN_STEP - 1, 1e-4)
-    assert budget._num_tokens == MIN_STEP
+
+
+def test_a_step_with_few_tokens_says_nothing() -> None:
+    budget = StepBudget(8192, 0.1)
+    for num_tokens in (MIN_STEP - 1, int(LEARN_SHARE * 1024) - 1):
+        for _ in range(3):
+            budget.took(num_tokens, 1e-4)
+    assert budget._num_tokens == 1024
+
+
+def test_the_number_grows_again_when_slow_steps_are_long_ago() -> None:
+    budget = StepBudget(8192, 0.1)
+    for seconds in (0.1, 0.2, 0.2, *[0.1] * NUM_SPEEDS):
+        budget.took(1024, seconds)
+    assert budget._num_tokens == pytest.approx(1024)
+
+
+def test_steps_have_few_sizes() -> None:
+    budget = StepBudget(8192, 0.1)
+    chat = Sequence(request("chat", 1, 1, 4), 0, 0, LAYOUT, is_cached=False)
+    sizes = set()
+    for num_tokens in range(257, 8192):
+        budget._num_tokens = num_tokens
+        sizes.add(size := budget.of_step([chat], None))
+        assert 8 / 9 * num_tokens < size <= num_tokens
+    assert len(sizes) == 5 * 8
+
+
+def test_slow_steps_count_if_times_vary() -> None:
+    """Answers wait for slow steps, so chunks are sized for them: few steps take longer than the limit."""
+    random, budget, times = Random(0), StepBudget(8192, 0.1), []
+    for _ in range(2000):
+        num_tokens = int(budget._num_tokens)
+        times.append(num_tokens * 1e-4 * random.uniform(0.85, 1.15))
+        budget.took(num_tokens, times[-1])
+    assert sum(seconds > 0.1 for seconds in times) < 0.15 * len(times)
+    assert max(times) < 0.12
+    assert sum(times) / len(times) > 0.08
 
 
 def test_an_image_larger_than_the_chunk_is_computed_as_a_whole() -> None:

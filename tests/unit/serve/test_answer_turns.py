@@ -10,12 +10,13 @@ import pytest
 
 from culet.errors import BadRequest, QueueFull
 from culet.limits import Limits
+from culet.models.embedded import embedded_folder
 from culet.serve.answers.limits import AnswerLimits
 from culet.serve.answers.parts import MESSAGE_BYTES, BigAnswer, in_messages
 from culet.serve.answers.turns import Turns, json_size
 from culet.serve.api.openai.answers import TextColumns, TextLogprobs, write_columns
 from culet.serve.process.wire import MAX_SCORES, in_parts
-from culet.text.tokenizer import NumberTokenizer
+from culet.text.tokenizer import BorrowedTokenizer
 from culet.types import FinishReason, TokenDelta
 
 MEGABYTE = 1 << 20
@@ -85,17 +86,17 @@ def test_messages_have_a_moderate_size() -> None:
 def test_columns_are_the_json_of_text_logprobs() -> None:
     import msgspec
 
-    tokenizer = NumberTokenizer(100)
+    tokenizer = BorrowedTokenizer(embedded_folder("built-in"), 10_000)
     prompt = TextColumns(tokenizer, 2)
-    prompt.add(5, None)
-    prompt.add(17, {17: -0.5, 3: -1.0, 4: -2.0})
+    prompt.add(9005, None)
+    prompt.add(9017, {9017: -0.5, 9003: -1.0, 9004: -2.0})
     answer = TextColumns(tokenizer, 2, prompt.offset)
-    answer.add(8, {8: float("-inf")})
+    answer.add(9008, {9008: float("-inf")})
     decoded = msgspec.json.decode(b"".join(write_columns([prompt, answer])), type=TextLogprobs)
-    assert decoded.tokens == [" 5", " 17", " 8"]
+    assert decoded.tokens == [" 9005", " 9017", " 9008"]
     assert decoded.token_logprobs == [None, -0.5, -9999.0]
-    assert decoded.top_logprobs == [None, {" 17": -0.5, " 3": -1.0}, {" 8": -9999.0}]
-    assert decoded.text_offset == [0, 2, 5]
+    assert decoded.top_logprobs == [None, {" 9017": -0.5, " 9003": -1.0}, {" 9008": -9999.0}]
+    assert decoded.text_offset == [0, 5, 10]
     empty = msgspec.json.decode(b"".join(write_columns([])), type=TextLogprobs)
     assert empty.tokens == []
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from culet.structured.compiled_grammar import shorten
 from culet.structured.compiler import GrammarCompiler
 from culet.structured.matcher import Vocabulary
 from culet.structured.tool_grammar import call_grammar
@@ -142,3 +143,8 @@ def test_min_tokens(compiler: GrammarCompiler) -> None:
     assert next_of(compiler, repeated) == {token("a"), TURN_END}
     complete = compiler.start(spec(choice=["a"]), [9, token("a")], 1, OutputRules(min_tokens=5, end_ids=(EOS, TURN_END)))
     assert next_of(compiler, complete) == {EOS, TURN_END}  # a form that can only end does
+
+
+def test_an_error_has_no_stack() -> None:
+    assert shorten("panic: index 0\n<backtrace>\n 0: <unknown>") == "panic: index 0"
+    assert shorten("too\n complex <non-verbose/>") == "too complex"

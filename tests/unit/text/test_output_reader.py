@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from culet.text.output_pieces import ReasoningPiece, TextPiece, ToolCall
 from culet.text.output_reader import ChatReader
-from culet.text.tokenizer import NumberTokenizer, Tokenizer
+from culet.text.tokenizer import NoTokenizer, Tokenizer
 from tests.unit.text.output_streams import CITY, MARKS, SCHEMA, SPECIAL, Q, answer, plain_ids, read, write_tokenizer
 
 
@@ -134,7 +134,7 @@ def test_other_ids_and_no_ids(tokenizer, tmp_path):
     assert other.token_id("<|tool_call>") != tokenizer.token_id("<|tool_call>")
     text = f"<|channel>thought\nhm\n<channel|>yes{CITY}<|tool_response>"
     assert read(other, other.encode(text))[0] == read(tokenizer, tokenizer.encode(text))[0]
-    assert read(NumberTokenizer(100), [48, 100, 7])[1].text == " 48 7"
+    assert read(NoTokenizer(100), [48, 100, 7])[1].text == ""
 
 
 # Tool calls
