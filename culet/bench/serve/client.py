@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import msgspec
 
+from culet.bench.serve.events import CONNECT_TIMEOUT_S, EventClient
 from culet.errors import ConfigError
 
 # Plain words that are one token in most tokenizers.
@@ -99,13 +100,9 @@ class Client:
     def __init__(self, load: Load) -> None:
         self.load = load
         headers = {"authorization": f"Bearer {load.api_key}"} if load.api_key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.max_concurrency or 4096)
-        self.http = httpx.AsyncClient(
-            base_url=load.base_url.rstrip("/"),
-            headers=headers,
-            timeout=httpx.Timeout(load.timeout_s, connect=30),
-            limits=limits,
-        )
+        timeout = httpx.Timeout(load.timeout_s, connect=CONNECT_TIMEOUT_S)
+        self.http = httpx.AsyncClient(base_url=load.base_url.rstrip("/"), headers=headers, timeout=timeout)
+        self._events = EventClient(load.base_url, headers, load.timeout_s)
 
     async def check(self) -> str:
         """Return the model to request. Raise if the server does not answer."""
@@ -162,57 +159,66 @@ class Client:
         else:
             body["prompt"] = prompt.content
         path = "/v1/chat/completions" if load.is_chat else "/v1/completions"
+        request = self._events.prepare(path, {**body, **load.extra, **prompt.fields})
+        reader = _Reader(answer)
         answer.started_at = time.perf_counter()
         try:
-            async with self.http.stream("POST", path, json={**body, **load.extra, **prompt.fields}) as response:
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    answer.error = f"HTTP {response.status_code}: {text[:300]}"
-                    return answer
-                await self._read(response, answer)
-        except httpx.HTTPError as error:
+            status, text = await self._events.post(request, reader.take)
+        except (OSError, TimeoutError) as error:
             answer.error = f"{type(error).__name__}: {error}"
+            return answer
+        if status != 200:
+            answer.error = f"HTTP {status}: {text.decode(errors='replace')[:300]}"
+        else:
+            reader.finish()
         return answer
 
-    async def _read(self, response: httpx.Response, answer: Answer) -> None:
-        last = answer.started_at
-        usage: dict[str, Any] = {}
-        async for event in _events(response):
-            if event.get("error"):
-                answer.error = str(event["error"])[:300]
-                return
-            usage = event.get("usage") or usage
-            if not _has_text(event):
-                continue
-            now = time.perf_counter()
-            if not answer.token_times:
-                answer.ttft_s = now - answer.started_at
-            else:
-                answer.gaps_s.append(now - last)
-            answer.token_times.append(now)
-            answer.text += _text_of(event)
-            last = now
-        answer.latency_s = last - answer.started_at
-        answer.output_len = int(usage.get("completion_tokens") or len(answer.token_times))
-        answer.input_len = int(usage.get("prompt_tokens") or answer.input_len)
-        answer.num_cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-        if not answer.token_times and not answer.output_len:
-            answer.error = "the answer was empty"
-        elif not answer.token_times:
-            answer.latency_s = answer.ttft_s = time.perf_counter() - answer.started_at
-
     async def close(self) -> None:
+        self._events.close()
         await self.http.aclose()
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """Yield the data of each server-sent event as it arrives."""
-    rest = b""
-    async for piece in response.aiter_raw():
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data: ") and line[6:].strip() != b"[DONE]":
-                yield json.loads(line[6:])
+class _Reader:
+    """Fills an answer with the events of its stream."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._usage: dict[str, Any] = {}
+
+    def take(self, data: bytes) -> None:
+        now, answer = time.perf_counter(), self._answer
+        try:
+            event = msgspec.json.decode(data)
+        except msgspec.DecodeError:
+            answer.error = answer.error or f"an event is not JSON: {data[:100].decode(errors='replace')}"
+            return
+        if event.get("error"):
+            answer.error = answer.error or str(event["error"])[:300]
+            return
+        self._usage = event.get("usage") or self._usage
+        if not _has_text(event):
+            return
+        if not answer.token_times:
+            answer.ttft_s = now - answer.started_at
+        else:
+            answer.gaps_s.append(now - answer.token_times[-1])
+        answer.token_times.append(now)
+        answer.text += _text_of(event)
+
+    def finish(self) -> None:
+        """Complete the answer when its stream has ended."""
+        answer, usage = self._answer, self._usage
+        if answer.error:
+            return
+        answer.output_len = int(usage.get("completion_tokens") or len(answer.token_times))
+        answer.input_len = int(usage.get("prompt_tokens") or answer.input_len)
+        answer.num_cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        if answer.token_times:
+            answer.latency_s = answer.token_times[-1] - answer.started_at
+        elif answer.output_len:
+            answer.latency_s = answer.ttft_s = time.perf_counter() - answer.started_at
+        else:
+            answer.error = "the answer was empty"
 
 
 def _has_text(event: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -110,9 +110,11 @@ async def run(load: Load, report: Callable[[int], None] = lambda done: None) -> 
     client = Client(load)
     try:
         model = await client.check()
-        prompts = make_prompts(load, [] if load.is_chat else await client.pool())
+        pool = [] if load.is_chat else await client.pool()
+        # The first request has a prompt of its own, so that none of the others is in the server's cache.
+        *prompts, own = make_prompts(replace(load, num_prompts=load.num_prompts + 1), pool)
         for _ in range(load.num_warmups):
-            first = await client.ask(prompts[0], model)
+            first = await client.ask(own, model)
             if first.error:
                 raise ConfigError(f"the first request failed: {first.error}", hint="check the server's log")
         chats = Chats(client, model, load)
