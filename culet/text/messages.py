@@ -39,6 +39,12 @@ def _with_named_results(messages: Iterable[dict[str, Any]]) -> list[dict[str, An
         found = list(group)
         if role == "tool":
             places = _assign(found, calls)
+            if len(found) < len(calls):  # the model would take each result for that of another call
+                call = calls[min(set(range(len(calls))) - set(places))]
+                problem = f"messages: the call of {call['function']['name']} with the id {call['id']!r} has no result"
+                raise BadRequest(problem, hint="send a result for each call of a turn, or for none")
+            if calls:
+                _move_text_to_calls(named)
             if not any(map(_has_media, found)):  # the media themselves stay in the order of the request
                 found = [found[index] for index in sorted(range(len(found)), key=places.__getitem__)]
         elif role == "assistant":
@@ -47,6 +53,24 @@ def _with_named_results(messages: Iterable[dict[str, Any]]) -> list[dict[str, An
             calls = []
         named += found
     return named
+
+
+def _move_text_to_calls(messages: list[dict[str, Any]]) -> None:
+    """Join assistant messages after a call with the one that has the call, because templates expect its result next."""
+    later = []
+    while not messages[-1].get("tool_calls"):
+        later.append(messages.pop())
+    calling = messages[-1]
+    for message in reversed(later):
+        contents = [content for content in (calling.get("content"), message.get("content")) if content]
+        if all(isinstance(content, str) for content in contents):
+            calling["content"] = "".join(contents)
+        else:
+            calling["content"] = [part for content in contents for part in _parts_of(content)]
+
+
+def _parts_of(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _has_media(message: Mapping[str, Any]) -> bool:

@@ -191,7 +191,8 @@ class SampleOutput:
         has_called = self._single_call and any(call.is_complete for call in output.tool_calls)
         if reason is FinishReason.LENGTH and not (output.has_ended or has_called):
             return reason.value
-        return TOOL_CALLS if output.tool_calls else FinishReason.STOP.value
+        is_call = bool(output.tool_calls) and output.tool_calls[-1].is_complete  # a stop token may cut a call
+        return TOOL_CALLS if is_call else FinishReason.STOP.value
 
 
 # Creates the output of one sample. `plain_output` and `chat_output` are such functions, given a tokenizer.

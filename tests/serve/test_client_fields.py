@@ -124,6 +124,20 @@ def test_response_format_text_leaves_other_forms_alone(tiny: Running) -> None:
         ({"echo": True}, "echo"),
         ({"thinking": {"type": "enabled", "budget_tokens": 3}}, "thinking"),
         ({"reasoning": {"exclude": True}}, "reasoning.exclude"),
+        ({"nvext": {"guided_choice": ["a"]}}, "nvext"),
+        ({"max_thinking_tokens": 0}, "use thinking_token_budget"),
+        ({"random_seed": 0}, "use seed"),
+        ({"n_cmpl": 2}, "use n"),
+        ({"num_return_sequences": 2}, "use n"),
+        ({"grammar_string": "x"}, "use grammar"),
+        ({"regex_pattern": "x"}, "use regex"),
+        ({"banned_strings": ["x"]}, "banned_strings"),
+        ({"ban_eos_token": True}, "ban_eos_token"),
+        ({"guidance_scale": 1.5}, "guidance_scale"),
+        ({"negative_prompt": "x"}, "negative_prompt"),
+        ({"tool_prompt": "x"}, "tool_prompt"),
+        ({"search_parameters": {}}, "search_parameters"),
+        ({"prompt_truncate_len": 5}, "prompt_truncate_len"),
         ({"continue_final_message": True}, "add_generation_prompt"),
         ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
     ],
@@ -132,6 +146,90 @@ def test_fields_that_are_refused(tiny: Running, fields: dict[str, Any], name: st
     response = tiny.chat(messages=HELLO, max_tokens=4, **fields)
     assert response.status_code == 400
     assert name in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "meant"),
+    [
+        ({"temprature": 0.5}, "temperature"),
+        ({"max_token": 3}, "max_tokens"),
+        ({"tools_choice": "none"}, "tool_choice"),
+        ({"stops": ["x"]}, "stop"),
+    ],
+)
+def test_misspelt_fields_are_refused(tiny: Running, fields: dict[str, Any], meant: str) -> None:
+    response = tiny.chat(messages=HELLO, max_tokens=4, **fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].endswith(f"there is no such field (hint: did you mean {meant}?)")
+
+
+def test_other_unknown_fields_are_ignored(tiny: Running) -> None:
+    unknown = {"models": ["a"], "store": True, "service_tier": "auto", "safety_identifier": "x", "x" * 100: 1, "": 2}
+    assert tiny.chat(messages=HELLO, max_tokens=4, **unknown).status_code == 200
+
+
+CITY_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "problem"),
+    [
+        ("/v1/chat/completions", {**FUNCTION, "parameters": CITY_SCHEMA}, "tools[0].parameters: not supported"),
+        ("/v1/chat/completions", {**FUNCTION, "strict": True}, "tools[0].strict: not supported"),
+        ("/v1/chat/completions", {**FUNCTION, "input_schema": CITY_SCHEMA}, "tools[0].input_schema: not supported"),
+        (
+            "/v1/chat/completions",
+            {"type": "function", "function": {"name": "f", "inputSchema": CITY_SCHEMA}},
+            "tools[0].function.inputSchema: not supported",
+        ),
+        (
+            "/api/chat",
+            {"type": "function", "function": {"name": "f", "inputSchema": CITY_SCHEMA}},
+            "tools[0].function.inputSchema",
+        ),
+        (
+            "/v1/responses",
+            {"type": "function", "name": "f", "input_schema": CITY_SCHEMA},
+            "tools[0].input_schema: not supported",
+        ),
+        ("/v1/messages", {"name": "f", "input_schema": {}, "parameters": CITY_SCHEMA}, "tools[0].parameters: not supported"),
+    ],
+)
+def test_a_schema_in_another_place_is_refused(tiny: Running, path: str, tool: dict[str, Any], problem: str) -> None:
+    asked = {"input": "Hello"} if path == "/v1/responses" else {"messages": HELLO}
+    limit = {} if path == "/api/chat" else {"max_tokens": 4}
+    response = tiny.http.post(path, json={"model": "gemma", **asked, **limit, "tools": [tool]})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert problem in message
+    assert "hint: use" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"parallel_tool_calls": False}, "parallel_tool_calls: not supported"),
+        ({"tool_choice": {"type": "any", "name": "f"}}, "tool_choice.name: got 'f' with the type 'any'"),
+    ],
+)
+def test_choices_that_messages_does_not_have(tiny: Running, fields: dict[str, Any], problem: str) -> None:
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    body = {"model": "gemma", "messages": HELLO, "max_tokens": 4, "tools": tools}
+    response = tiny.http.post("/v1/messages", json={**body, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(problem)
+    assert tiny.http.post("/v1/messages", json={**body, "parallel_tool_calls": True}).status_code == 200
+
+
+def test_names_of_earlier_calls_may_be_free(tiny: Running) -> None:
+    """A model that nothing constrains may call a tool that does not exist, and clients send that back."""
+    call = {"id": "a", "type": "function", "function": {"name": "get/weather", "arguments": "{}"}}
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "none"}]
+    assert tiny.chat(messages=messages, max_tokens=4).status_code == 200
+    call["function"]["name"] = "<|turn>"  # type: ignore[index]
+    assert tiny.chat(messages=messages, max_tokens=4).status_code == 400
 
 
 RESPONSES = ("/v1/responses", {"input": "Hello", "max_output_tokens": 20})

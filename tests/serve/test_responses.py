@@ -136,6 +136,33 @@ def test_text_after_a_call_belongs_to_its_message() -> None:
         assert (spoken["content"], len(spoken["tool_calls"]), told["role"]) == ("I look.", 1, "tool")
 
 
+def test_thoughts_belong_to_their_answers() -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": "{}"}
+    asked = {"role": "user", "content": "Weather?"}
+
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    def thoughts_of(*items: dict[str, Any]) -> list[str | None]:
+        body = convert({"model": "gemma", "input": [asked, *items]}, ResponsesRequest)
+        return [message.get("reasoning_content") for message in messages_of(body, 100) if message["role"] == "assistant"]
+
+    assert thoughts_of(thought("old"), asked, call) == [None], "a thought that was cut has no answer"
+    assert thoughts_of(thought("a"), thought("b"), call) == ["a\nb"]
+    assert thoughts_of(thought("a"), call, thought("b"), {**call, "call_id": "b"}) == ["a\nb"]
+
+
+def test_a_streamed_answer_can_be_sent_back(tiny: Running) -> None:
+    def said(text: str) -> dict[str, Any]:
+        return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "a", "output": "sun"}
+    items = [{"role": "user", "content": "Weather?"}, said("I look."), call, said("One moment."), result]
+    response = tiny.http.post("/v1/responses", json={"model": "gemma", "input": items, "max_output_tokens": 4})
+    assert response.status_code == 200, response.text
+
+
 def test_stored_state_is_refused(fake: Running) -> None:
     client = fake.openai()
     bad: list[dict[str, Any]] = [

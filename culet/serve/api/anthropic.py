@@ -72,6 +72,8 @@ class AnthropicTool(Struct):
     description: Text | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
+    parameters: Refused = UNSET  # OpenAI's `input_schema`
+    inputSchema: Refused = UNSET  # the same in MCP
     input_examples: Refused = UNSET
     defer_loading: Refused = UNSET
 
@@ -235,6 +237,9 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
     names = {"any": "required", "none": "none", "auto": "auto"}
     if choice is not None and choice.type == "tool" and choice.name is None:
         raise BadRequest("tool_choice.name: the name of a tool is required")
+    if choice is not None and choice.type != "tool" and choice.name is not None:
+        problem = f"tool_choice.name: got {choice.name!r} with the type {choice.type!r}"
+        raise BadRequest(problem, hint="set the type to tool, or omit the name")
     if choice is not None and choice.type == "any" and not body.tools:
         raise BadRequest("tool_choice: got 'any', but the request has no tools")
     await check_chat(service, body.messages, ())

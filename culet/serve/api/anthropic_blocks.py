@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from culet.errors import BadRequest
-from culet.serve.api.fields import Text, ToolName
+from culet.serve.api.fields import PastToolName, Text
 
 
 class TextBlock(Struct, tag="text"):
@@ -33,7 +33,7 @@ class ToolUseBlock(Struct, tag="tool_use"):
     """An earlier tool call."""
 
     id: Annotated[str, Meta(max_length=256)]
-    name: ToolName
+    name: PastToolName
     input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]  # may be long, so it is parsed later
 
 

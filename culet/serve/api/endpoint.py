@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
+import itertools
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,6 +31,11 @@ _MAX_PROBLEM_CHARS = 500  # of an error message, which may quote the client's ow
 _OTHER_VALUE = re.compile(r"invalid (?:enum )?value (.*)", re.DOTALL)
 _TOOL_TYPE = re.compile(r"tools\[\d+\]\.type")
 _OTHER_TOOL = "the server runs no tools itself, so declare a function, and run it in the client"
+_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_SIMILAR = 0.88  # of a misspelt field and the one that was meant, by difflib
+_MAX_UNKNOWN = 8  # unknown fields that are compared with known ones, and the length of their names, because it takes time
+_MAX_NAME_CHARS = 64
+_OTHER_FIELDS = frozenset({"models"})  # unknown fields of real clients that are similar to known ones. OpenRouter's are these.
 # The decoder holds the GIL, so two at a time would only stop the event loop for longer.
 decoding_thread = ThreadPoolExecutor(1, "decode")
 
@@ -86,7 +93,28 @@ def decode(kind: type[T], body: bytes | bytearray) -> T:
         raise BadRequest(f"body: not valid JSON: {error}") from None
     except RecursionError:
         raise BadRequest("body: the JSON is nested too deeply") from None
+    _check_spelling(kind, _top_level.decode(body))
     return request
+
+
+def _check_spelling(kind: type[Struct], given: Mapping[str, object]) -> None:
+    """Raise if a field is probably misspelt. Other unknown fields are ignored."""
+    unknown = given.keys() - _names_of(kind) - _OTHER_FIELDS
+    for name in itertools.islice(unknown, _MAX_UNKNOWN):
+        if len(name) <= _MAX_NAME_CHARS and (meant := _meant_by(kind, name)) is not None:
+            raise BadRequest(f"{name}: there is no such field", hint=f"did you mean {meant}?")
+
+
+@cache
+def _names_of(kind: type[Struct]) -> frozenset[str]:
+    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+
+
+@lru_cache(maxsize=1024)
+def _meant_by(kind: type[Struct], name: str) -> str | None:
+    """Return the field whose name differs from `name` by one letter or two, if there is one."""
+    likely = [known for known in _names_of(kind) if abs(len(known) - len(name)) <= 1 and known[0] == name[:1]]
+    return next(iter(difflib.get_close_matches(name, likely, 1, _SIMILAR)), None)
 
 
 def _choices_at(kind: type[Struct], path: str) -> list[str]:

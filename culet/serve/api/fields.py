@@ -25,6 +25,8 @@ MAX_TOKENS = 2**31 - 1
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+# The name in an earlier call, which a model may have written freely. The reader of answers takes the same names.
+PastToolName = Annotated[str, Meta(pattern=r"""^[^\s{}()\[\],"'<>|]{1,256}$""")]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 CountOrNone = Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None

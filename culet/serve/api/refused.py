@@ -33,12 +33,14 @@ _NEUTRAL_OF = {
     "function_call": (b"null", b'""', b'"none"', b'"auto"'),
     "tool_choice": (b"null", b'""', b'"auto"'),
     **dict.fromkeys(("n", "num_beams", "length_penalty", "typical_p", "tfs_z", "repeat_penalty", "repetition_penalty"), _ONE),
+    **dict.fromkeys(("n_cmpl", "num_return_sequences", "guidance_scale"), _ONE),
     **dict.fromkeys(("do_sample", "skip_special_tokens", "include_reasoning", "separate_reasoning"), _ON_BY_DEFAULT),
-    **dict.fromkeys(("parse_tool_calls", "add_generation_prompt"), _ON_BY_DEFAULT),
+    **dict.fromkeys(("parse_tool_calls", "add_generation_prompt", "parallel_tool_calls"), _ON_BY_DEFAULT),
     **dict.fromkeys(("prompt_logprobs", "thinking_budget", "max_tool_calls", "web_search_options"), (b"null",)),
+    **dict.fromkeys(("search_parameters", "random_seed"), (b"null",)),
     **dict.fromkeys(("format", "json_schema"), (b"null", b'""')),  # an empty schema is any JSON
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed"), (b"null",)),
-    **dict.fromkeys(("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget"), _NO_LIMIT),
+    **dict.fromkeys(("reasoning_budget", "thinking_budget_tokens", "thinking_token_budget", "max_thinking_tokens"), _NO_LIMIT),
     **dict.fromkeys(("n_predict", "num_predict", "max_tokens", "max_new_tokens"), _NO_LIMIT),
     **dict.fromkeys(("max_output_tokens", "max_completion_tokens"), _NO_LIMIT),
     "reasoning_format": (b"null", b'""', b'"auto"', b'"deepseek"'),  # thoughts are in reasoning_content
@@ -73,6 +75,7 @@ _INSTEAD = {
     ),
     "thinking_budget": ("thinking_token_budget",),
     "thinking_budget_tokens": ("thinking_token_budget",),
+    "max_thinking_tokens": ("thinking_token_budget",),
     "reasoning_budget": ("thinking_token_budget",),
     "reasoning": ("thinking", "think", "thinking_token_budget"),
     "reasoning_effort": ("output_config.effort", "think", "thinking_token_budget"),
@@ -89,6 +92,15 @@ _INSTEAD = {
     "json_schema": ("text.format", "output_config.format", "format", "response_format"),
     "response_format": ("format",),
     "ebnf": ("grammar",),
+    "grammar_string": ("grammar",),
+    "regex_pattern": ("regex",),
+    "random_seed": ("seed", "options.seed"),
+    **dict.fromkeys(("n_cmpl", "num_return_sequences"), ("n",)),
+    "prompt_truncate_len": ("truncate_prompt_tokens",),
+    "parallel_tool_calls": ("tool_choice.disable_parallel_tool_use",),
+    # Of a tool
+    **dict.fromkeys(("parameters", "input_schema", "inputSchema"), ("parameters", "function.parameters", "input_schema")),
+    "strict": ("function.strict",),
     "top_logprobs": ("logprobs",),
     "n_probs": ("top_logprobs", "logprobs"),
     "system": ("instructions", "messages"),
@@ -144,7 +156,14 @@ class UnsupportedFields(FormAliases, kw_only=True):
     logits_processors: Refused = UNSET
     custom_logit_processor: Refused = UNSET
     custom_params: Refused = UNSET  # of SGLang's logit processors
+    banned_strings: Refused = UNSET
+    guidance_scale: Refused = UNSET
+    negative_prompt: Refused = UNSET
+    random_seed: Refused = UNSET  # Mistral's
+    n_cmpl: Refused = UNSET  # llama.cpp's
+    num_return_sequences: Refused = UNSET
     vllm_xargs: Refused = UNSET
+    nvext: Refused = UNSET  # NIM's
     options: Refused = UNSET  # Ollama's
     sampling_params: Refused = UNSET  # SGLang's
     parameters: Refused = UNSET  # TGI's
@@ -159,12 +178,15 @@ class UnsupportedFields(FormAliases, kw_only=True):
     t_max_predict_ms: Refused = UNSET
     stop_sequences: Refused = UNSET
     stop_regex: Refused = UNSET
+    ban_eos_token: Refused = UNSET
     no_stop_trim: Refused = UNSET
     truncation: Refused = UNSET
     # The form of the answer
     structural_tag: Refused = UNSET
     guided_whitespace_pattern: Refused = UNSET
     ebnf: Refused = UNSET
+    grammar_string: Refused = UNSET
+    regex_pattern: Refused = UNSET
     grammar_lazy: Refused = UNSET
     grammar_triggers: Refused = UNSET
     n_indent: Refused = UNSET
@@ -201,6 +223,7 @@ class UnsupportedFields(FormAliases, kw_only=True):
     thinking: Refused = UNSET
     thinking_budget: Refused = UNSET
     thinking_budget_tokens: Refused = UNSET
+    max_thinking_tokens: Refused = UNSET
     # The prompt and the tools
     messages: Refused = UNSET
     prompt: Refused = UNSET
@@ -211,6 +234,7 @@ class UnsupportedFields(FormAliases, kw_only=True):
     prompt_embeds: Refused = UNSET
     documents: Refused = UNSET
     truncate_prompt_tokens: Refused = UNSET
+    prompt_truncate_len: Refused = UNSET
     context_management: Refused = UNSET
     add_special_tokens: Refused = UNSET
     add_generation_prompt: Refused = UNSET
@@ -225,10 +249,13 @@ class UnsupportedFields(FormAliases, kw_only=True):
     audio_data: Refused = UNSET
     tools: Refused = UNSET
     tool_choice: Refused = UNSET
+    tool_prompt: Refused = UNSET
+    parallel_tool_calls: Refused = UNSET
     max_tool_calls: Refused = UNSET
     functions: Refused = UNSET  # OpenAI's tools before there were `tools`
     function_call: Refused = UNSET
     web_search_options: Refused = UNSET
+    search_parameters: Refused = UNSET
     session_params: Refused = UNSET
     lora_path: Refused = UNSET
     lora: Refused = UNSET

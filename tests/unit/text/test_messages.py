@@ -67,13 +67,32 @@ def results_of(*ids: str) -> list[dict[str, Any]]:
     return [{"role": "tool", "tool_call_id": id_, "content": f"sun in {id_}"} for id_ in ids]
 
 
-@pytest.mark.parametrize("order", ["a b c", "c a b", "b a", "c b a"])
+@pytest.mark.parametrize("order", ["a b c", "c a b", "c b a"])
 def test_results_are_in_the_order_of_their_calls(template: ChatTemplate, order: str) -> None:
     """The prompt has no ids. Clients that run tools at the same time send results as they come."""
     given = order.split()
     text = template.render([USER, calls_of("a", "b", "c"), *results_of(*given)])
     assert text == template.render([USER, calls_of("a", "b", "c"), *results_of(*sorted(given))])
     assert [text.index(f"sun in {id_}") for id_ in sorted(given)] == sorted(text.index(f"sun in {id_}") for id_ in given)
+
+
+@pytest.mark.parametrize(("given", "missing"), [("b", "a"), ("a", "b"), ("a c", "b")])
+def test_a_call_without_a_result_beside_others_is_refused(given: str, missing: str) -> None:
+    calls = calls_of("a", "b", "c") if " " in given else calls_of("a", "b")
+    with pytest.raises(BadRequest, match=f"the call of weather with the id '{missing}' has no result"):
+        check_messages([USER, calls, *results_of(*given.split())])
+    assert check_messages([USER, calls, USER]), "a client may drop the results of a turn"
+
+
+def test_text_after_a_call_belongs_to_the_message_with_the_call(template: ChatTemplate) -> None:
+    said = {"role": "assistant", "content": "One moment."}
+    given = [USER, {"role": "assistant", "content": "I look. "}, calls_of("a"), said, *results_of("a")]
+    joined = {**calls_of("a"), "content": "One moment."}
+    assert template.render(given) == template.render([*given[:2], joined, given[-1]])
+    before = {**calls_of("a"), "content": [{"type": "text", "text": "I look. "}]}
+    both = check_messages([USER, before, said, *results_of("a")])
+    assert [message["role"] for message in both] == ["user", "assistant", "tool"]
+    assert [part["text"] for part in both[1]["content"]] == ["I look. ", "One moment."]
 
 
 def test_results_with_media_keep_their_order() -> None:

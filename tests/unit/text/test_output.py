@@ -32,10 +32,17 @@ WEATHER = [{"type": "function", "function": {"name": "weather"}}]
 
 
 def chat(
-    tokenizer: Tokenizer, *, prompt: str = "hi", tools: Any = WEATHER, single_call: bool = False, **params: Any
+    tokenizer: Tokenizer,
+    *,
+    prompt: str = "hi",
+    tools: Any = WEATHER,
+    single_call: bool = False,
+    calls_hold: bool = False,
+    **params: Any,
 ) -> SampleOutput:
     given = SamplingParams(**params)
-    return chat_output(tokenizer, make_request(tokenizer, given, prompt), given, tools=tools, single_call=single_call)
+    request = make_request(tokenizer, given, prompt)
+    return chat_output(tokenizer, request, given, tools=tools, single_call=single_call, calls_hold=calls_hold)
 
 
 def plain(tokenizer: Tokenizer, *, prompt: str = "hi", **params: Any) -> SampleOutput:
@@ -78,6 +85,14 @@ def test_an_empty_answer_counts_the_thought(tokenizer: Tokenizer, thought: str, 
     output = chat(tokenizer, prompt="hi<|channel>thought\n")
     feed(output, tokenizer.encode(f"{thought}<channel|><turn|>"), end=FinishReason.STOP)
     assert re.search(f"ended its turn after {count} of thought, without an answer", output.warning)
+
+
+@pytest.mark.parametrize("before", ["", CITY])
+def test_a_call_that_a_stop_token_cuts_is_no_call(tokenizer: Tokenizer, before: str) -> None:
+    output = chat(tokenizer, calls_hold=True)
+    feed(output, tokenizer.encode(f'{before}<|tool_call>call:weather{{city:<|"|>Par'), end=FinishReason.STOP)
+    assert not output.output().tool_calls[-1].is_complete
+    assert output.finish_reason == "stop"
 
 
 def test_a_plain_completion_is_all_text(tokenizer: Tokenizer) -> None:

@@ -14,6 +14,7 @@ from culet.errors import BadRequest, UnsupportedError
 from culet.serve.api.fields import (
     CacheSalt,
     CountOrNone,
+    PastToolName,
     Penalty,
     SamplingFields,
     Share,
@@ -21,7 +22,6 @@ from culet.serve.api.fields import (
     Temperature,
     Text,
     Thinking,
-    ToolName,
     sampling_params,
     thinking_of,
 )
@@ -105,7 +105,7 @@ class OllamaMessage(Struct, kw_only=True):
     thinking: Text | None = None
     images: Images = None
     tool_calls: Annotated[list[PastCall], Meta(max_length=256)] | None = None
-    tool_name: ToolName | None = None
+    tool_name: PastToolName | None = None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
 
 

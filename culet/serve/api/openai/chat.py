@@ -26,6 +26,7 @@ from culet.serve.api.fields import (
     Effort,
     MediaFields,
     Part,
+    PastToolName,
     RawArguments,
     SamplingFields,
     Schema,
@@ -53,7 +54,7 @@ ENDPOINT = "/v1/chat/completions"
 class FunctionCall(Struct):
     """The function and arguments of an earlier tool call."""
 
-    name: ToolName
+    name: PastToolName
     arguments: RawArguments = msgspec.field(default_factory=lambda: msgspec.Raw(b"{}"))
 
 
@@ -86,6 +87,8 @@ class FunctionSpec(Struct, omit_defaults=True):
     description: Text | None = None
     parameters: Schema | None = None
     strict: bool | None = None
+    input_schema: Refused = UNSET  # Anthropic's `parameters`
+    inputSchema: Refused = UNSET  # the same in MCP
 
 
 class Tool(Struct):
@@ -93,6 +96,10 @@ class Tool(Struct):
 
     function: FunctionSpec
     type: Literal["function"] = "function"
+    parameters: Refused = UNSET  # these belong into `function`
+    strict: Refused = UNSET
+    input_schema: Refused = UNSET
+    inputSchema: Refused = UNSET  # the same in MCP
 
 
 class FunctionName(Struct):

@@ -19,7 +19,13 @@ from culet.serve.answers.stored import StoredResponse
 from culet.serve.api.chat_request import PreparedChat, prepare
 from culet.serve.api.endpoint import Endpoint, encoder, json_response, origin_of, read_body
 from culet.serve.api.fields import TemplateOptions, check_single, sampling_params, shortest, thinking_of
-from culet.serve.api.openai.responses_protocol import ReasoningOptions, ResponsesRequest, ResponsesToolName, messages_of
+from culet.serve.api.openai.responses_protocol import (
+    ReasoningOptions,
+    ResponsesRequest,
+    ResponsesTool,
+    ResponsesToolName,
+    messages_of,
+)
 from culet.serve.generation import Generation, Origin
 from culet.serve.http_errors import HttpError, reply_to
 from culet.serve.service import Service
@@ -231,7 +237,7 @@ def _new_answer(model: str, body: ResponsesRequest, *, is_stored: bool) -> Respo
         max_output_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        tools=[{"strict": None, **msgspec.structs.asdict(tool)} for tool in body.tools or ()],
+        tools=[_given(tool) for tool in body.tools or ()],
         tool_choice=choice or "auto",
         parallel_tool_calls=body.parallel_tool_calls is not False,
         text={"format": {"type": "text"} if form is None else form},
@@ -240,6 +246,11 @@ def _new_answer(model: str, body: ResponsesRequest, *, is_stored: bool) -> Respo
         previous_response_id=body.previous_response_id,
         store=is_stored,
     )
+
+
+def _given(tool: ResponsesTool) -> dict[str, Any]:
+    """Return a tool as the client sent it, without copying its schema."""
+    return {name: value for name, value in msgspec.structs.asdict(tool).items() if value is not UNSET}
 
 
 @dataclass

@@ -13,6 +13,7 @@ from culet.serve.api.fields import (
     CountOrNone,
     Detail,
     Effort,
+    PastToolName,
     SamplingFields,
     Schema,
     TemplateOptions,
@@ -63,7 +64,7 @@ class InputItem(Struct):
     summary: Parts | None = None
     id: Id | None = None
     call_id: Id | None = None
-    name: ToolName | None = None
+    name: PastToolName | None = None
     arguments: Text | None = None
     output: Text | Parts | None = None
 
@@ -76,6 +77,8 @@ class ResponsesTool(Struct):
     description: Text | None = None
     parameters: Schema | None = None
     strict: bool | None = None
+    input_schema: Refused = UNSET  # Anthropic's `parameters`
+    inputSchema: Refused = UNSET  # the same in MCP
 
 
 class ResponsesToolName(Struct):
@@ -143,12 +146,13 @@ def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
     if isinstance(body.input, str):
         return [{"role": "user", "content": body.input}]
     messages: list[dict[str, Any]] = []
-    thought: str | None = None
+    thoughts: list[str] = []  # before the next part of an answer
     for index, item in enumerate(body.input):
         where = f"input[{index}]"
         if item.type == "reasoning":
-            thought = text_of(item.content or item.summary)
-        elif item.type == "function_call_output":
+            thoughts.append(text_of(item.content or item.summary))
+            continue
+        if item.type == "function_call_output":
             if item.call_id is None:
                 raise BadRequest(f"{where}.call_id: the id of the call is required")
             messages.append(
@@ -163,9 +167,10 @@ def messages_of(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
                 messages[-1]["content"] = content
             else:
                 messages.append({"role": item.role or "user", "content": content})
-        if thought and item.type != "reasoning" and messages[-1]["role"] == "assistant":
-            messages[-1].setdefault("reasoning_content", thought)
-            thought = None
+        if messages[-1]["role"] == "assistant" and any(thoughts):
+            known = [messages[-1]["reasoning_content"]] if "reasoning_content" in messages[-1] else []
+            messages[-1]["reasoning_content"] = "\n".join([*known, *filter(None, thoughts)])
+        thoughts = []  # a thought without an answer was cut, and does not belong to the next one
     if not messages:
         raise BadRequest("input: got no message, expected at least one")
     return messages
