@@ -25,6 +25,7 @@ from culet.structured.tool_grammar import expand
 from culet.types import GrammarSpec
 
 _STACK_BYTES = 4 << 20
+_MAX_CALLS = 3000  # of Python inside each other. A schema that nests as deep as it may takes half of them.
 _PLACE = re.compile(r"^line \d+, column \d+: ")
 
 
@@ -115,6 +116,7 @@ def main() -> None:
     with suppress(ValueError, OSError):  # not every system supports these limits
         resource.setrlimit(resource.RLIMIT_AS, (setup["max_bytes"], setup["max_bytes"]))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.setrecursionlimit(_MAX_CALLS)
     _reply()
     for line in sys.stdin:
         # llguidance follows rules recursively. Here it has less stack than in the engine's threads, so that a grammar

@@ -34,6 +34,7 @@ _TOKEN_AT = re.compile(r" \(at \".*$")
 _PLAINER = (
     (re.compile(r'(?:invalid regex ".*" \(in regex\): )?regex parse error: .*error: '), "invalid regex: "),
     (re.compile(r"Unimplemented keys: \[(.*)\]"), r"these keywords cannot be enforced: \1"),
+    (re.compile(r"oneOf constraints are not supported\..*"), "oneOf cannot be enforced, so use anyOf instead"),
     (re.compile(r"Resource ('.*?') is not present .*"), r"the reference \1 points to another document"),
     (re.compile(r"Pointer '(.*?)' does not exist"), r"the reference '#\1' points to nothing"),
     (re.compile(r"Rule 'start' already exists"), "a GBNF grammar cannot have a rule named start, so give it another name"),

@@ -61,7 +61,11 @@ def tool_form(
             raise BadRequest("tools: expected functions with a name", hint='{"type": "function", "function": {"name": ...}}')
         schemas.append({"function": {key: function.get(key) for key in ("name", "parameters", "strict")}})
     is_strict = any(schema["function"]["strict"] for schema in schemas)
-    return ToolForm(Raw(msgspec.json.encode(schemas)), name, one_call, document, is_lenient, is_strict=is_strict)
+    try:
+        text = msgspec.json.encode(schemas)
+    except RecursionError:
+        raise BadRequest("tools: a schema is nested too deeply", hint="nest objects and arrays less") from None
+    return ToolForm(Raw(text), name, one_call, document, is_lenient, is_strict=is_strict)
 
 
 def expand(fields: Mapping[str, Any]) -> GrammarSpec:

@@ -21,7 +21,7 @@ from culet.text.tool_schema import Shape, bare_json, unquote
 
 _PREFIXES = ("call:", ":call:", ":")  # a longer one before those that it begins with
 _MAX_NAME_CHARS = 256
-_MAX_NESTING = 64  # deeper values would overflow the stack of many JSON parsers
+MAX_NESTING = 256  # of objects and arrays. Deeper values would overflow the stack of many JSON parsers.
 _NAME = re.compile(r"""[^\s{}\[\],"'<>|]+""")
 _NEXT_CALL = re.compile(r"""[,;]?\s*(call:\s*[^\s{}()\[\],"'<>|]+\s*[{(].*)""", re.DOTALL)  # after a call and white space
 _NEXT_CALL_START = re.compile(r"""[,;]?\s*(|c|ca|cal|call|call:[^{}()\[\],"'<>|]*)""")
@@ -322,8 +322,8 @@ class CallReader:
         self._state = _State.AFTER
 
     def _open(self, char: str, shape: Shape) -> None:
-        if len(self._levels) >= _MAX_NESTING:
-            self.fault = f"nested deeper than {_MAX_NESTING}"
+        if len(self._levels) >= MAX_NESTING:
+            self.fault = f"nested deeper than {MAX_NESTING}"
             return
         level = _Level(_CLOSERS[char], shape)
         self._levels.append(level)

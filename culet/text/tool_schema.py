@@ -79,9 +79,9 @@ class Shape:
                     schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
                 )
                 own = {_JSON_TYPES.get(type(value), "object") for value in values}
-            if own and schema.get("nullable") is True:
-                own.add("null")
             types |= own
+        if types and any(schema.get("nullable") is True for schema in self._schemas):
+            types.add("null")
         return frozenset(types)
 
     def _add(self, schema: object, depth: int) -> None:

@@ -23,7 +23,7 @@ from culet.structured.schema.patterns import FORMATS, expression, search_express
 from culet.text.tool_schema import follow
 
 MAX_COUNT = 4096  # Larger bounds on lengths and counts are not enforced.
-MAX_DEPTH = 64  # of schemas inside each other. Below that, any value is allowed.
+_MAX_DEPTH = 64  # of alternatives inside each other. Below that, any value is allowed.
 _MAX_CASES = 1000  # of one schema. The parser's row holds 2,000 items.
 _MAX_WORK = 200_000  # cases that are joined and values that are checked, of all tools together
 NUMBERS = frozenset({"integer", "fraction"})  # A schema's `number` is either.
@@ -31,6 +31,8 @@ TYPES = frozenset({"string", "boolean", "null", "array", "object"}) | NUMBERS
 _TYPES_OF = {"number": NUMBERS, **{name: frozenset({name}) for name in TYPES - {"fraction"}}}
 _ANNOTATIONS = frozenset({"$ref", "title", "description", "default", "examples", "deprecated", "$comment"})
 _TYPES_OF_VALUES = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object", int: "integer"}
+
+_NULL = {"type": "null"}
 
 Schema = Any  # a JSON schema as a client sent it: a mapping, true or false, or something malformed
 
@@ -132,7 +134,7 @@ class Reducer:
         key = key_of(schemas)
         if key in self._known:
             return self._known[key], True
-        if self._depth >= MAX_DEPTH:
+        if self._depth >= _MAX_DEPTH:
             return [Case()], True
         case, choices, parts = Case(), [], set[int]()
         waiting = list(schemas)
@@ -150,8 +152,13 @@ class Reducer:
             if joined is None:
                 return [], True
             case = joined
-            waiting += [follow(schema.get("$ref"), self._root), *listed_in(schema, "allOf")]
-            choices += [listed for name in ("anyOf", "oneOf") if (listed := listed_in(schema, name))]
+            also = [*([follow(schema["$ref"], self._root)] if "$ref" in schema else ()), *listed_in(schema, "allOf")]
+            listed = [choice for name in ("anyOf", "oneOf") if (choice := listed_in(schema, name))]
+            if schema.get("nullable") is True:  # Then null fits even if it does not fit the others.
+                choices += [[*choice, _NULL] for choice in (*listed, *([part] for part in also))]
+            else:
+                waiting += also
+                choices += listed
         cases, is_whole = self._choose(case, choices, parts) if choices else ([case], True)
         if is_whole:
             self._known[key] = cases
@@ -290,11 +297,11 @@ def _own_case(schema: Mapping[str, Any]) -> Case:
         min_properties=count_of(schema, "minProperties") or 0,
         max_properties=count_of(schema, "maxProperties"),
     )
-    values = list(listed_in(schema, "enum"))
+    values = schema.get("enum")
     if "const" in schema:
         known = value_key(schema["const"])
-        values = [value for value in values if value_key(value) == known] if values else [schema["const"]]
-    elif not values:
+        values = [value for value in values if value_key(value) == known] if isinstance(values, list) else [schema["const"]]
+    elif not isinstance(values, list):
         return case
     return replace(case, types=TYPES, values=tuple(value for value in values if type_of(value) in case.types))
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 _MAX_WHOLE = 18  # digits before the point, or one more than the bounds have
 _MAX_FRACTION = 17  # digits after it, or two more than the bounds have
+_MAX_DOUBLE = 10**308  # Open bounds beyond it stay open, because the next double may be infinite.
 
 
 class Bound(NamedTuple):
@@ -63,6 +64,8 @@ def range_body(low: Bound | None, high: Bound | None, *, whole: bool) -> str | N
         least, most = whole_bounds(low, high)
         low = None if least is None else Bound(Fraction(least))
         high = None if most is None else Bound(Fraction(most))
+    else:
+        low, high = _nearest_inside(low, math.inf), _nearest_inside(high, -math.inf)
     if low is not None and high is not None and (low.value, low.is_open or high.is_open) > (high.value, False):
         return None
     digits = _Digits(low, high, whole)
@@ -75,6 +78,17 @@ def range_body(low: Bound | None, high: Bound | None, *, whole: bool) -> str | N
         farthest = None if low is None else Bound(-low.value, low.is_open)
         parts.append(f'"-" {digits.between(nearest, farthest)}')
     return " | ".join(parts)
+
+
+def _nearest_inside(bound: Bound | None, direction: float) -> Bound | None:
+    """Return an open bound as a closed one, which is the next number of double precision in the range.
+
+    Whoever reads a number rounds it to double precision. 0.99999999999999999 is below 1, but it is read as 1. Zero stays open,
+    because the numbers next to it have hundreds of digits, and shorter ones are not rounded to it.
+    """
+    if bound is None or not bound.is_open or not bound.value or abs(bound.value) >= _MAX_DOUBLE:
+        return bound
+    return Bound(Fraction(repr(math.nextafter(float(bound.value), direction))))
 
 
 class _Digits:

@@ -2,22 +2,22 @@
 
     {key:value,...}   [value,...]   <|"|>text<|"|>   5   true   null
 
-Declared keys are sorted, as in training, and those that a schema does not name come after them. Keys are bare if they can be
-read back that way, otherwise between quote tokens. Strings are between two quote tokens, without escapes.
+Declared keys are sorted without regard to case, as in training and in the prompt, and those that a schema does not name come
+after them. Keys are bare if they can be read back that way, otherwise between quote tokens. Strings are between two quote
+tokens, without escapes.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from culet.errors import BadRequest
 from culet.structured.schema.cases import (
     MAX_COUNT,
-    MAX_DEPTH,
     NUMBERS,
     TYPES,
     Budget,
@@ -31,6 +31,7 @@ from culet.structured.schema.cases import (
     prefix_of,
     rest_of,
 )
+from culet.structured.schema.endless import endless_rules
 from culet.structured.schema.numbers import (
     Bound,
     decimal_text,
@@ -41,6 +42,7 @@ from culet.structured.schema.numbers import (
     whole_bounds,
 )
 from culet.structured.schema.patterns import expression, search_expression
+from culet.text.tool_calls import MAX_NESTING
 from culet.types import MAX_GRAMMAR_CHARS
 
 # The keys of one object. Each key is a rule inside the rule of the key before it, and llguidance follows rules recursively.
@@ -51,6 +53,8 @@ _MAX_MULTIPLE = 10**18 - 1  # the greatest number of which multiples are written
 MAX_FACTOR = 10**4  # Multiples of larger numbers, or of numbers with more digits, are not enforced.
 _PART_OF_KEY = r"""[^\s\x00-\x1f{}\[\],:"'<>|]"""
 _BARE_KEY = re.compile(rf"{_PART_OF_KEY}+(?: {_PART_OF_KEY}+)*")
+_MAX_KEY_CHARS = 128  # of keys that a schema does not name, without the spaces in bare keys
+_OTHER_KEY = rf"{_PART_OF_KEY}(?: ?{_PART_OF_KEY}){{0,{_MAX_KEY_CHARS - 1}}}"
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which cannot be encoded
 _QUOTE = '<|"|>'
 _MAX_CONSTANTS = 500  # arrays and objects in one enum
@@ -62,7 +66,7 @@ any_object: "{{" (any_pair ("," any_pair)*)? "}}"
 any_pair: KEY ":" any
 any_array: "[" (any ("," any)*)? "]"
 TEXT: /(.|\n)+/
-KEY: /{_PART_OF_KEY}{{1,64}}/
+KEY: /{_OTHER_KEY}/
 NUMBER: /-?(0|[1-9][0-9]{{0,17}})(\.[0-9]{{1,17}})?([eE][+-]?[0-9]{{1,2}})?/
 INTEGER: /-?(0|[1-9][0-9]{{0,17}})/
 NEVER: /a/ & /b/
@@ -79,7 +83,11 @@ class Rules:
         self._reducer = Reducer({}, self._budget)
         self._written: dict[tuple[int, ...], str | None] = {}  # the rules of the current tool by their schemas
         self._open: dict[tuple[int, ...], str] = {}  # schemas that are being written, and the rule's name if it is needed
-        self._depth = 0
+        self._has_cycle = False
+        self._endless: frozenset[tuple[int, ...]] = frozenset()  # schemas that no value of finite size fits
+        self._depth = 0  # how many objects and arrays the current value is in
+        self._deepest = 0  # the greatest depth in the schema that is being written
+        self._levels: dict[tuple[int, ...], int] = {}  # of written schemas: objects and arrays, with the one around it
 
     def text(self) -> str:
         return "".join(f"{name}: {body}\n" for name, body in self._rules.items())
@@ -100,7 +108,21 @@ class Rules:
     def of_arguments(self, schema: Mapping[str, Any]) -> str | None:
         """Return a rule for a tool's arguments."""
         self._reducer = Reducer(schema, self._budget)
-        self._written, self._open = {}, {}
+        self._has_cycle, self._endless = False, frozenset()
+        others, num_chars = dict(self._rules), self._num_chars  # the rules of other tools
+        rule = self._arguments(schema)
+        own = {name: body for name, body in self._rules.items() if name not in others} if self._has_cycle else {}
+        endless = endless_rules(own)
+        if not endless:
+            return rule
+        # Nothing fits these schemas. Where they are optional, they are left out, so all rules are written again without them.
+        self._endless = frozenset(key for key, name in self._written.items() if name is None or name in endless)
+        self._rules, self._num_chars = others, num_chars
+        return self._arguments(schema)
+
+    def _arguments(self, schema: Mapping[str, Any]) -> str | None:
+        self._written, self._open, self._levels = {}, {}, {}
+        self._deepest = 0
         rules = []
         for case in self._reducer.fitting_cases((schema, _OBJECT)):
             has_keys = case.values or case.required or case.min_properties or any(map(_offers_keys, case.objects))
@@ -112,23 +134,39 @@ class Rules:
         schemas = self._reducer.resolved(schemas)
         key = key_of(schemas)
         if key in self._written:
+            self._reach(self._levels[key])
             return self._written[key]
-        if not key or self._depth >= MAX_DEPTH:
+        if not key:
             return "any"
+        if key in self._endless:
+            return None
         if key in self._open:  # its body refers to it
+            self._has_cycle = True
             name = self._open[key] = self._open[key] or self._new("NEVER")
             return name
         self._open[key] = ""
         self._depth += 1
+        outer, self._deepest = self._deepest, self._depth
         try:
             rule = self._any_of([self._case(case) for case in self._reducer.fitting_cases(schemas)])
         finally:
             self._depth -= 1
             name = self._open.pop(key)
+        self._levels[key] = self._deepest - self._depth
+        self._deepest = max(outer, self._deepest)
         if name and rule is not None:
             rule = self.add(name, rule)
         self._written[key] = rule
         return rule
+
+    def _reach(self, levels: int) -> None:
+        """Count levels of objects and arrays below the current depth. A schema that refers to itself counts once."""
+        self._deepest = max(self._deepest, self._depth + levels)
+        if self._deepest > MAX_NESTING:
+            raise BadRequest(
+                f"the schema has values that are nested deeper than {MAX_NESTING} levels",
+                hint='nest objects and arrays less, or use tool_choice "auto", which then allows any arguments for this tool',
+            )
 
     def _any_of(self, rules: Sequence[str | None]) -> str | None:
         given = list(dict.fromkeys(rule for rule in rules if rule is not None))
@@ -142,6 +180,7 @@ class Rules:
         types = case.meant_types
         if types == TYPES:
             return "any"
+        self._reach(0 if types.isdisjoint(("array", "object")) else 1)
         writers: dict[str, Callable[[Case], str | None]] = {
             "string": self._string,
             "boolean": lambda case: self._new('"true" | "false"'),
@@ -165,6 +204,7 @@ class Rules:
             raise BadRequest(
                 f"the schemas are too large: an enum has {len(others)} arrays and objects, at most {_MAX_CONSTANTS}"
             )
+        self._reach(max(map(_nesting, others), default=0))
         parts = [_constant(value) for value in others]
         if texts:
             parts.append(f"({_QUOTE} {self._terminal(' | '.join(texts))} {_QUOTE})")
@@ -247,18 +287,18 @@ class Rules:
         """Return a rule for an object. Its declared keys are sorted, and optional keys may be missing."""
         names = self._reducer.fitting_cases([*name_schemas(case), _STRING])
         properties = [part["properties"] for part in case.objects if isinstance(part.get("properties"), Mapping)]
-        keys = {key for part in properties for key in part} | case.required
-        keys |= {key for name in names for key in name.values or ()} if name_schemas(case) else set()
+        keys = [*(key for part in properties for key in part), *sorted(case.required)]
         if name_schemas(case):
-            keys = {key for key in keys if self._reducer.accepts(key, name_schemas(case))}
+            keys += [key for name in names for key in name.values or ()]
+            keys = [key for key in dict.fromkeys(keys) if self._reducer.accepts(key, name_schemas(case))]
         pairs: dict[str, str] = {}
-        for key in sorted(keys):
+        for key in _in_order(dict.fromkeys(keys)):
             value = self._of(self._reducer.property_schemas(case, key)) if _is_writable(key) else None
             if value is not None:
                 pairs[key] = self._new(f"{_key(key)} {value}")
         if not case.required <= pairs.keys():
             return None
-        others = self._other_pairs(case, keys, names)
+        others = self._other_pairs(case, set(keys), names)
         if not pairs and others == "any_pair" and not case.min_properties and case.max_properties is None:
             return "any_object"
         num_optional = len(pairs) - len(case.required)
@@ -278,7 +318,7 @@ class Rules:
         return None if body is None else self._new(f'"{{" {body} "}}"')
 
     def _pairs(
-        self, pairs: Mapping[str, str], required: frozenset[str], others: str | None, bounds: tuple[int, int | None]
+        self, pairs: dict[str, str], required: frozenset[str], others: str | None, bounds: tuple[int, int | None]
     ) -> str | None:
         """Return a body for the pairs of an object. For each key and number of pairs before it, there is a rule for the rest.
 
@@ -290,7 +330,7 @@ class Rules:
         for count in range(most + 1):
             left = None if high is None else high - count
             ends.append(self._repeated('","' if count else "", others, max(0, low - count), left))
-        for key in sorted(pairs, reverse=True):
+        for key in reversed(pairs):
             before, ends = ends, []
             for count in range(most + 1):
                 after = before[min(count + 1, most)]
@@ -352,11 +392,11 @@ class Rules:
             return None
         if not conditions:
             return "any_pair" if value == "any" else self._new(f'KEY ":" {value}')
-        bare = f"/{_PART_OF_KEY}{{1,64}}/{conditions}"
+        bare = f"/{_OTHER_KEY}/{conditions}"
         known = expression(bare)
         if known is None or not known.is_empty:
             return self._new(f'{self._terminal(bare)} ":" {value}')
-        quoted = rf"/(.|\n){{1,64}}/{conditions}"
+        quoted = rf"/(.|\n){{1,{_MAX_KEY_CHARS}}}/{conditions}"
         known = expression(quoted)
         if known is not None and known.is_empty:
             return None
@@ -401,6 +441,17 @@ def _is_writable(text: str) -> bool:
     return _SURROGATE.search(text) is None
 
 
+def _nesting(value: object) -> int:
+    """Return how many arrays and objects are inside each other."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(_nesting, inner), default=0)
+
+
+def _in_order(keys: Iterable[str]) -> list[str]:
+    """Sort keys as the chat template does (Jinja's filter `dictsort`). Those that differ only in case keep their order."""
+    return sorted(keys, key=str.lower)
+
+
 def _constant(value: object) -> str | None:
     """Return a sequence of literals and quote tokens for a constant, or None if it cannot be written."""
     if isinstance(value, str):
@@ -410,7 +461,7 @@ def _constant(value: object) -> str | None:
         inner = [_constant(item) for item in value]
         opens, closes = "[]"
     elif isinstance(value, dict):
-        pairs = [(key, _constant(value[key])) for key in sorted(value)]
+        pairs = [(key, _constant(value[key])) for key in _in_order(value)]
         inner = [f"{_key(key)} {text}" if text is not None and _is_writable(key) else None for key, text in pairs]
         opens, closes = "{}"
     elif isinstance(value, int | float) and not abs(value) < _MAX_NUMBER:  # or not a number

@@ -206,6 +206,13 @@ def test_unsupported_keywords_are_ignored_unless_strict(compiler: GrammarCompile
     compiler.compile(StructuredOutputs(json=schema, strict=False).spec())
 
 
+def test_an_error_about_one_of_says_what_to_use(compiler: GrammarCompiler) -> None:
+    """llguidance names an option of its own, which no client can set."""
+    schema = {"oneOf": [{"type": "string"}, {"const": "a"}]}
+    with pytest.raises(BadRequest, match=r"oneOf cannot be enforced, so use anyOf instead$"):
+        compiler.start(spec(json=schema), [9], 1)
+
+
 def test_white_space_is_bounded(compiler: GrammarCompiler) -> None:
     matcher = compiler.start(spec(json_object=True), [5], 1)
     matcher.accept([8 + ord("{"), 8 + ord(" ")])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import math
 import random
 from fractions import Fraction
 
 import pytest
 
-from culet.structured.schema.numbers import Bound, exact, range_body
+from culet.structured.schema.numbers import Bound, decimal_text, exact, range_body
 from culet.structured.schema.patterns import FORMATS, Expression, expression, search_expression
 
 
@@ -110,3 +111,27 @@ def test_ranges() -> None:
             assert (body is not None and compiled(body).matches(text)) == is_inside, (low, high, is_whole, text)
     many = "9" * 400
     assert not compiled(range_body(None, Bound(Fraction(10**6)), whole=True) or "").matches(f"-{many}"), "digits are bounded"
+
+
+@pytest.mark.parametrize("value", [1, 100, 0.1, 0.25, 7, 1e-7, 123456789, 0.30000000000000004, 10**19, 1e300, 2**53 + 1])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_are_still_in_their_range_when_they_are_read(value: float, sign: int) -> None:
+    """Numbers are read in double precision. 0.99999999999999999 is then 1."""
+    bound = Bound(exact(sign * value) or Fraction(), is_open=True)
+    below, above = (compiled(range_body(*ends, whole=False) or "") for ends in ((None, bound), (bound, None)))
+    num_below = num_above = 0
+    for num_digits in range(1, 22):
+        unit = Fraction(1, 10**num_digits) * 10 ** len(str(int(value)))
+        for steps in (-9, -2, -1, 1, 2, 9):
+            text = decimal_text(bound.value + steps * unit)
+            num_below += below.matches(text)
+            num_above += above.matches(text)
+            assert not below.matches(text) or float(text) < float(bound.value)
+            assert not above.matches(text) or float(text) > float(bound.value)
+    assert min(num_below, num_above) > 10, "most numbers can still be written"
+
+
+def test_adjacent_doubles_have_nothing_between_them() -> None:
+    low, high = (Bound(Fraction(repr(value)), is_open=True) for value in (1.0, math.nextafter(1.0, 2)))
+    assert range_body(low, high, whole=False) is None
+    assert range_body(Bound(Fraction(0), True), Bound(Fraction("0.1"), True), whole=False) is not None

@@ -13,6 +13,7 @@ from culet.errors import BadRequest
 from culet.structured.check import GrammarCheck
 from culet.structured.compiled_grammar import compile_grammar, index_vocabulary
 from culet.structured.tool_grammar import ToolForm, call_grammar, tool_form
+from culet.text.tool_calls import MAX_NESTING, CallReader
 from culet.types import MAX_CHOICES, MAX_GRAMMAR_CHARS, GrammarSpec, StructuredOutputs
 
 SPECIAL = ("<pad>", "<eos>", "<|tool_call>", "<tool_call|>", '<|"|>')
@@ -171,6 +172,66 @@ def test_only_tools_that_cannot_be_held_are_free(
     for name, why in free.items():
         assert accepts(start(spec), *call(f"call:{name}{{any:[1],thing:null}}"))
         assert any(f"calls of {name} are not held" in line and why in line for line in caplog.messages)
+
+
+def nested(num_levels: int, inner: Any, *, in_arrays: bool = False) -> Any:
+    """Return a tool's schema with this many objects or arrays inside each other around the inner schema."""
+    for _ in range(num_levels - 1):
+        inner = {"type": "array", "items": inner} if in_arrays else {"type": "object", "properties": {"a": inner}}
+    return {"type": "object", "properties": {"a": inner}}
+
+
+DEEP = {
+    "objects": [nested(MAX_NESTING + extra, {"type": "null"}) for extra in (0, 1)],
+    "arrays": [nested(MAX_NESTING + extra, {"type": "null"}, in_arrays=True) for extra in (0, 1)],
+    "constants": [nested(MAX_NESTING - 1 + extra, {"const": [None]}) for extra in (0, 1)],
+    "shared": [
+        nested(200, {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/y"}]})
+        | {"$defs": {"x": nested(MAX_NESTING - 200 + extra, {}), "y": {"type": "null"}}}
+        for extra in (0, 1)
+    ],
+}
+# A schema that has already been written is deeper here than where it was written.
+DEEP["written before"] = [
+    {
+        "properties": {"a": {"$ref": "#/$defs/x"}, "b": nested(100, {"$ref": "#/$defs/x"})},
+        "$defs": {"x": nested(150 + more, {})},
+    }
+    for more in (5, 6)
+]
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_a_schema_nests_at_most_as_deep_as_calls_are_read(name: str) -> None:
+    fine, deep = DEEP[name]
+    check = GrammarCheck(SPECIAL, patience=60)
+    try:
+        spec = check.check(tool_form(tool(fine)))
+        assert accepts(start(spec), *call("call:f{}"))
+        if name == "objects":
+            text = "call:f" + "{a:" * MAX_NESTING + "null" + "}" * MAX_NESTING
+            assert accepts(start(spec), *call(text))
+            reader = CallReader({})
+            json.loads(reader.push_text(text))
+            assert reader.is_complete
+        with pytest.raises(
+            BadRequest, match=r"^tools\[0\]: the schema has values that are nested deeper than 256 levels"
+        ) as caught:
+            check.check(tool_form(tool(deep)))
+        assert "nest objects and arrays less" in caught.value.hint
+        assert check.check(tool_form(tool(deep), is_lenient=True)).free_tools == ("f",)
+        with pytest.raises(BadRequest, match="nested deeper than 256 levels"):
+            check.check(tool_form([{"function": {"name": "f", "parameters": deep, "strict": True}}], is_lenient=True))
+    finally:
+        check.close()
+
+
+def test_schemas_that_cannot_be_passed_on_are_refused() -> None:
+    deep: Any = {}
+    for _ in range(2000):
+        deep = {"items": deep}
+    with pytest.raises(BadRequest, match="nested too deeply"):
+        tool_form(tool(deep))
 
 
 def strict_tools(schema: Any, *, strict: bool | None = True) -> list[dict[str, Any]]:

@@ -6,12 +6,15 @@ import random
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from culet.errors import BadRequest
 from culet.structured.compiler import GrammarCompiler
 from culet.structured.tool_grammar import call_grammar
-from tests.unit.structured.call_walks import read_calls, walk
+from culet.text.template_worker import ClientText
+from culet.types import StructuredOutputs
+from tests.unit.structured.call_walks import CLOSE, OPEN, SPECIAL, read_calls, walk
 
 
 def of(**properties: Any) -> dict[str, Any]:
@@ -219,6 +222,16 @@ def random_value(chance: random.Random, depth: int) -> Any:
         {**of(a={}), "properties": {}},
         {"allOf": [of(a={}), of(b={})]},
         {"type": "string"},
+        of(a={"enum": []}),
+        of(a={"enum": [], "const": 1}),
+        of(t={"$ref": "#"}),
+        {"type": "object", "properties": {"t": {"$ref": "#"}}, "minProperties": 1},
+        {**of(t={"$ref": "#/$defs/t"}), "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}, "minItems": 1}}},
+        {**of(t={"$ref": "#/$defs/t"}), "$defs": {"t": {"additionalProperties": {"$ref": "#/$defs/t"}, "minProperties": 1}}},
+        {
+            **of(x={"$ref": "#/$defs/x"}),
+            "$defs": {"x": of(y={"$ref": "#/$defs/y"}), "y": {"anyOf": [{"$ref": "#/$defs/x"}, False]}},
+        },
     ],
 )
 def test_a_schema_that_nothing_fits_is_an_error(schema: Any) -> None:
@@ -248,3 +261,78 @@ def test_combinations_are_bounded() -> None:
     }
     with pytest.raises(BadRequest, match="too complex"):
         call_grammar([{"function": {"name": "f", "parameters": {**of(a={"$ref": "#/$defs/s0"}), "$defs": steps}}}])
+
+
+def test_an_optional_value_without_an_end_is_left_out(compiler: GrammarCompiler) -> None:
+    """A call that began it would never end. What can end is still allowed, even if it refers to what cannot."""
+    endless = {
+        "anyOf": [of(t={"$ref": "#/$defs/endless"}), {"type": "array", "items": {"$ref": "#/$defs/endless"}, "minItems": 1}]
+    }
+    impossible = of(a={"$ref": "#/$defs/refers"}, b=False)
+    refers = {"type": "object", "properties": {"c": {"$ref": "#/$defs/impossible"}, "d": {"const": 1}}, "required": ["d"]}
+    schema = {
+        "type": "object",
+        "properties": {
+            "e": {"$ref": "#/$defs/endless"},
+            "f": {"type": "array", "items": {"$ref": "#/$defs/endless"}},
+            "g": {"$ref": "#/$defs/impossible"},
+            "h": {"$ref": "#/$defs/refers"},
+            "i": {"$ref": "#/$defs/tree"},
+        },
+        "required": ["f", "h", "i"],
+        "$defs": {
+            "endless": endless,
+            "impossible": impossible,
+            "refers": refers,
+            "tree": {"anyOf": [{"type": "null"}, of(i={"$ref": "#/$defs/tree"})]},
+        },
+    }
+    for arguments in calls_of(compiler, schema, range(10)):
+        jsonschema.Draft202012Validator(schema).validate(arguments)
+        assert list(arguments) == ["f", "h", "i"]
+        assert (arguments["f"], arguments["h"]) == ([], {"d": 1})
+
+
+def test_keys_have_the_order_of_the_prompt(compiler: GrammarCompiler) -> None:
+    names = ["method", "URL", "b", "Zeta", "alpha", "_x", "B", "\u00c9t\u00e9", "a"]
+    order = [name for name, _ in ClientText([]).sorted_items(dict.fromkeys(names))]
+    assert order == ["_x", "a", "alpha", "b", "B", "method", "URL", "Zeta", "\u00c9t\u00e9"]
+    constant = dict.fromkeys(names, 1)
+    schema = of(**{name: {"type": "null"} for name in names}, c={"const": constant})
+    for arguments in calls_of(compiler, schema, range(3)):
+        assert list(arguments) == sorted([*order, "c"], key=str.lower)
+        assert list(arguments["c"]) == order
+
+
+@pytest.mark.parametrize(
+    "inner", [{"$ref": "#/$defs/x"}, {"allOf": [{"$ref": "#/$defs/x"}, {"minLength": 1}]}, {"anyOf": [{"const": "ab"}]}]
+)
+def test_null_fits_a_nullable_schema_whatever_is_beside_it(compiler: GrammarCompiler, inner: Any) -> None:
+    schema = {**of(a={**inner, "nullable": True}), "$defs": {"x": {"type": "string", "maxLength": 2}}}
+    values = [arguments["a"] for arguments in calls_of(compiler, schema, range(30))]
+    assert None in values
+    assert any(isinstance(value, str) for value in values)
+    assert all(value is None or len(value) <= 2 for value in values)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "object", "additionalProperties": True}, {"additionalProperties": {"const": 1}}, {}]
+)
+def test_free_keys_are_read_back_exactly(compiler: GrammarCompiler, schema: Any) -> None:
+    grammar = StructuredOutputs(grammar=call_grammar([{"function": {"name": "f", "parameters": of(a=schema)}}], one_call=True))
+
+    def allows(key: str) -> bool:
+        matcher = compiler.start(grammar.spec(), [9], 1)
+        tokens = [OPEN, *(len(SPECIAL) + byte for byte in f"call:f{{a:{{{key}:1}}}}".encode()), CLOSE]
+        for token in tokens:
+            mask = compiler.masks([(matcher, 0)])[0]
+            if not np.unpackbits(mask.view(np.uint8), bitorder="little")[token]:
+                return False
+            matcher.accept([token])
+        assert read_calls(tokens, {}) == [("f", {"a": {key: 1}})]
+        return True
+
+    for key in ("x", "my key", "src/main.py", "a.b.c", "Content-Type", "\u65e5\u672c \u8a9e", "k" * 128, "w " * 127 + "w"):
+        assert allows(key), key
+    for key in (" x", "x ", "a  b", "a:b", "a,b", "{", "a]", "k" * 129, '"a"', "a\nb", ""):
+        assert not allows(key), key

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from culet.text.output_pieces import TextPiece, ToolCall
 from culet.text.template import BUILT_IN, ChatTemplate
 from culet.text.tokenizer import Tokenizer
-from culet.text.tool_calls import CallReader
+from culet.text.tool_calls import MAX_NESTING, CallReader
 from culet.text.tool_schema import tool_schemas
 from tests.unit.text.output_streams import CITY, SCHEMA, Q, answer, read, write_tokenizer
 
@@ -323,7 +323,7 @@ MALFORMED = [
     f"call:{Q}f{Q}{{a:1}}",
     "call:f{a:<pad>1}",
     "call:f{a:<channel|>1}",
-    "call:f{a:" + "[" * 70 + "]" * 70 + "}",
+    "call:f{a:" + "[" * MAX_NESTING + "]" * MAX_NESTING + "}",
 ]
 
 
@@ -336,6 +336,18 @@ def test_malformed_calls_become_text(tokenizer, body, close):
     assert output.text == f"see {expected}"
     assert (output.tool_calls, output.num_malformed) == ((), 1)
     assert pieces == [TextPiece("see "), TextPiece(expected, malformed=True)]
+
+
+def test_deep_calls_are_read(tokenizer):
+    depth = MAX_NESTING - 1  # below the arguments themselves
+    assert MAX_NESTING == 256
+    assert json.dumps(arguments(tokenizer, f"a:{'[' * depth}{']' * depth}")["a"]) == "[" * depth + "]" * depth
+
+
+def test_null_beside_a_reference_is_null(tokenizer):
+    schema = {"properties": {"a": {"$ref": "#/$defs/a", "nullable": True}}, "$defs": {"a": {"type": "string"}}}
+    assert arguments(tokenizer, "a:null", schema) == {"a": None}
+    assert arguments(tokenizer, "a:nul", schema) == {"a": "nul"}
 
 
 def test_good_calls_around_a_malformed_one(tokenizer):
