@@ -181,7 +181,8 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         queue_lens = len(self._running), len(self._waiting) + len(self._held)
         pages = held_pages(self._running, self.layout)
-        return take_snapshot(queue_lens, self.page_allocator, pages, self.features, self.counters)
+        num_tokens = sum(len(seq.tokens) for seqs in (self._running, self._waiting, self._held.values()) for seq in seqs)
+        return take_snapshot(queue_lens, num_tokens, self.page_allocator, pages, self.features, self.counters)
 
     # A step is planned
 

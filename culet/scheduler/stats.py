@@ -115,16 +115,18 @@ class SchedulerStats:
     kernels_compiled: int = 0  # since the startup ended, each of which held up a step
     num_features: int = 0  # images, video frames and clips of audio whose features are cached
     feature_bytes: int = 0  # size of these features
+    num_tokens: int = 0  # of running and waiting sequences: prompts, and what is drawn so far
 
 
 def take_snapshot(
     queue_lens: tuple[int, int],
+    num_tokens: int,
     allocator: PageAllocator,
     held_pages: Mapping[str, int],
     features: FeatureLedger | None,
     counters: Counters,
 ) -> SchedulerStats:
-    """Return the state of a scheduler with this many running and waiting sequences."""
+    """Return the state of a scheduler with this many running and waiting sequences, which have this many tokens."""
     arena, prefix = allocator.arena, allocator.prefix
     return SchedulerStats(
         num_running=queue_lens[0],
@@ -137,4 +139,5 @@ def take_snapshot(
         counters=counters.copy(),
         num_features=0 if features is None else features.num_held,
         feature_bytes=0 if features is None else features.num_bytes,
+        num_tokens=num_tokens,
     )

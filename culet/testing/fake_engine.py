@@ -44,8 +44,12 @@ class _ScriptedSequence:
         return tuple(drawn), None
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + self.num_drawn
+
+    @property
     def num_pages(self) -> int:
-        return math.ceil((len(self.request.prompt_token_ids) + self.num_drawn) / PAGE_TOKENS)
+        return math.ceil(self.num_tokens / PAGE_TOKENS)
 
 
 class FakeEngine:
@@ -134,6 +138,7 @@ class FakeEngine:
             num_held_pages={"fake": num_held},
             num_resume_points=0,
             counters=self._counters,
+            num_tokens=sum(seq.num_tokens for seqs in (self._running.values(), self._waiting) for seq in seqs),
         )
 
 

@@ -51,6 +51,23 @@ def test_invalid_settings(arguments: list[str], message: str) -> None:
     assert lines[1].startswith("hint: ")
 
 
+@pytest.mark.parametrize(
+    ("endpoints", "arguments", "message"),
+    [
+        ("", ["--no-enable-prefix-caching"], "kv-events-config: there are no events with no-enable-prefix-caching"),
+        (', "replay_endpoint": "tcp://*:5558"', ["--data-parallel-size", "2"], "kv-events-config: port 5558 is the "),
+    ],
+)
+def test_kv_events_that_cannot_be_published(folder: Path, endpoints: str, arguments: list[str], message: str) -> None:
+    events = f'{{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"{endpoints}}}'
+    done = culet_serve(str(folder), "--device", "cpu", "--kv-events-config", events, *arguments)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert lines[0].startswith(f"error: {message}")
+    assert lines[1].startswith("hint: ")
+    assert len(lines) == 2  # nothing was started
+
+
 def test_a_chosen_template_with_an_error_of_syntax(folder: Path, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text("{{ bos_token }}\n{% for message in messages %}\n{% if %}\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """Field types of the request structs, and the sampling fields that OpenAI's APIs share.
 
-Every list, text and number has a fixed bound here. `Limits` sets tighter ones. Unknown fields are ignored, as in OpenAI's own
-servers. Unsupported fields that would change the answer are refused by name (`refused`).
+Every list, text and number has a fixed bound here. `Limits` sets tighter ones. Unknown fields are ignored, unless they look
+like a misspelt one (`endpoint`). Unsupported fields that would change the answer are refused by name (`refused`).
 """
 
 from __future__ import annotations

@@ -41,7 +41,11 @@ async def model_info(service: Service, request: Request) -> Response:
 
 
 async def get_load(service: Service, request: Request) -> Response:
-    """Return the load of each engine."""
+    """Return the load of each engine, as of its latest report. Routers for SGLang compare servers by the sum of `num_tokens`.
+
+    `num_tokens` counts the tokens of running and waiting sequences: their prompts, cached or not, and their answers so far.
+    `load` is what older routers read, the number of requests. As in the other fields, each sample counts as one.
+    """
     service.require_ready()
     loads = [_load(rank, part.stats) for rank, part in enumerate(service.engines.parts) if part.is_ready]
     return json_response(loads)
@@ -65,6 +69,8 @@ def _load(rank: int, stats: Stats | None) -> dict[str, Any]:
     num_used = 0 if now is None else now.num_pages - now.num_free_pages - now.num_resume_point_pages
     return {
         "dp_rank": rank,
+        "load": num_running + num_waiting,
+        "num_tokens": 0 if now is None else now.num_tokens,
         "num_reqs": num_running + num_waiting,
         "num_running_reqs": num_running,
         "num_waiting_reqs": num_waiting,

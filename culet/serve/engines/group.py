@@ -16,7 +16,7 @@ from culet.serve.engines.routing import Candidate, ranked
 from culet.serve.engines.supervised import SupervisedEngine
 from culet.serve.engines.totals import total
 from culet.serve.process.client import State, TokenStream
-from culet.serve.process.kv_events import read_kv_events
+from culet.serve.process.kv_events import check_kv_events
 from culet.serve.process.wire import Ready, Script, Start, Stats
 from culet.types import Request
 
@@ -56,7 +56,8 @@ class Engines:
         self, config: Config, settings: ServeConfig, limits: Limits, *, script: Script | None = None, log_level: str = "info"
     ) -> None:
         size = settings.data_parallel_size
-        read_kv_events(settings.kv_events_config)  # raises on a bad setting before a model is loaded
+        has_caching = config.cache.enable_prefix_caching
+        check_kv_events(settings.kv_events_config, num_engines=size, has_prefix_caching=has_caching)
         self.on_exit: Callable[[CuletError], None] = lambda error: None
         self._num_submitted = 0
         self.parts: list[SupervisedEngine] = []

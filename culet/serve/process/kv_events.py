@@ -13,6 +13,13 @@ blocks, only where a resume point reaches. So blocks are published in two groups
 
 Whoever misses messages asks the replay socket. A request is `[b"", start number]`, and the answer is one message
 `[b"", number, batch]` for each one that is still kept, then `[b"", -1, b""]`.
+
+An engine that is started again has an empty cache, and its subscribers must forget what they know of it:
+
+- The first event is `AllBlocksCleared`. It waits until the subscribers of the earlier process have connected again. The first
+  batch with blocks repeats it, for those who took longer.
+- Numbers begin with the time of the start, so they are above those of the earlier process. Whoever follows them sees a gap, and
+  the replay begins with `AllBlocksCleared`.
 """
 
 from __future__ import annotations
@@ -39,6 +46,8 @@ RUNS, POINTS = 0, 1  # the groups
 _END = (-1).to_bytes(8, "big", signed=True)
 _HINT = """example: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}"""
 _POLL_S = 0.05
+_RECONNECT_S = 1.0  # ZMQ tries to connect again every 0.1 s, unless a subscriber has chosen otherwise
+_CLEARED = {"type": "AllBlocksCleared"}
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,6 +83,47 @@ def read_kv_events(text: str | None) -> KVEventsConfig | None:
     except ImportError:
         raise ConfigError("kv-events-config: pyzmq is not installed", hint="pip install 'culet[kv-events]'") from None
     return config
+
+
+def check_kv_events(text: str | None, *, num_engines: int, has_prefix_caching: bool) -> KVEventsConfig | None:
+    """Read `--kv-events-config` for a server. Raise before a model is loaded if its engines could not publish."""
+    config = read_kv_events(text)
+    if config is None:
+        return None
+    if not has_prefix_caching:
+        raise ConfigError(
+            "kv-events-config: there are no events with no-enable-prefix-caching",
+            hint="omit --kv-events-config or --no-enable-prefix-caching",
+        )
+    users: dict[str, str] = {}
+    for rank in range(num_engines):
+        for what, endpoint in (("endpoint", config.endpoint), ("replay_endpoint", config.replay_endpoint)):
+            if endpoint is None:
+                continue
+            place = _place(of_rank(endpoint, rank))
+            if place is None or (what == "endpoint" and not is_bound(endpoint)):
+                continue
+            user = f"{what} of engine {rank}"
+            if place in users:
+                raise ConfigError(
+                    f"kv-events-config: {place} is the {users[place]} and the {user}, since engine i adds i",
+                    hint=f"choose ports for endpoint and replay_endpoint that differ by {num_engines} or more",
+                )
+            users[place] = user
+    return config
+
+
+def is_bound(endpoint: str) -> bool:
+    """Return whether the engine listens here for subscribers. As in vLLM, any other address is one that a router listens on."""
+    return any(part in endpoint for part in ("*", "::", "0.0.0.0", "ipc://", "inproc://"))
+
+
+def _place(address: str) -> str | None:
+    """Return what only one socket can listen on, or None if the system chooses a free port."""
+    if not address.startswith("tcp://"):
+        return address
+    port = address.rpartition(":")[2]
+    return f"port {port}" if port.isdecimal() and int(port) else None
 
 
 def of_rank(endpoint: str, rank: int) -> str:
@@ -205,29 +255,29 @@ class KVEventPublisher:
         self._config, self._rank = config, rank
         self._maker = EventMaker(block_tokens)
         self._queue: queue.Queue[list[PrefixChange] | None] = queue.Queue(config.max_queue_size)
-        self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
-        self._next_number = 0
+        self._first: list[tuple[int, bytes]] = []  # the first message, which is kept for as long as this runs
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)  # those after it
+        # Microseconds, because no engine sends a million batches per second. This is below 2**53, so JSON can carry it too.
+        self._next_number = time.time_ns() // 1000
         context = zmq.Context()
         self._context = context
         self._publisher, self._replay = context.socket(zmq.PUB), None
         self._publisher.set_hwm(config.hwm)
-        self._bind(self._publisher, config.endpoint)
+        self._open(self._publisher, config.endpoint, listens=is_bound(config.endpoint))
         if config.replay_endpoint is not None:
             self._replay = context.socket(zmq.ROUTER)
             # A whole answer fits, even if ZMQ has not noticed yet that the one before was read.
             self._replay.set_hwm(2 * config.buffer_steps + 4)
-            self._bind(self._replay, config.replay_endpoint)
+            self._open(self._replay, config.replay_endpoint, listens=True)  # at any address, as in vLLM
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
-    def _bind(self, socket: Any, endpoint: str) -> None:
+    def _open(self, socket: Any, endpoint: str, *, listens: bool) -> None:
         import zmq
 
         address = of_rank(endpoint, self._rank)
         try:
-            # As in vLLM, wildcards and local names are bound. Any other address is one that a router listens on.
-            is_bound = any(part in address for part in ("*", "::", "0.0.0.0", "ipc://", "inproc://"))
-            (socket.bind if is_bound else socket.connect)(address)
+            (socket.bind if listens else socket.connect)(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"kv-events-config: cannot use {address!r}: {error}", hint="choose another port") from None
 
@@ -242,7 +292,9 @@ class KVEventPublisher:
         self._context.destroy(linger=0)
 
     def _run(self) -> None:
-        self._send([{"type": "AllBlocksCleared"}])  # an earlier process may have published on this endpoint
+        time.sleep(_RECONNECT_S)  # an earlier process may have published here, and a message now would miss its subscribers
+        self._first.append(self._send([_CLEARED]))
+        repeated = [_CLEARED]
         while True:
             try:
                 changes = self._queue.get(timeout=_POLL_S)
@@ -252,14 +304,16 @@ class KVEventPublisher:
             if changes is None:
                 return
             if events := self._maker.events(changes):
-                self._send(events)
+                self._sent.append(self._send(repeated + events))
+                repeated = []
             self._answer()
 
-    def _send(self, events: list[dict[str, Any]]) -> None:
+    def _send(self, events: list[dict[str, Any]]) -> tuple[int, bytes]:
+        """Send a batch. Return its number and its bytes."""
         batch = msgspec.msgpack.encode([time.time(), events, self._rank])
         number, self._next_number = self._next_number, self._next_number + 1
-        self._sent.append((number, batch))
         self._publisher.send_multipart((self._config.topic.encode(), number.to_bytes(8, "big"), batch))
+        return number, batch
 
     def _answer(self) -> None:
         """Answer the requests that wait at the replay socket."""
@@ -268,7 +322,7 @@ class KVEventPublisher:
         while self._replay.poll(0):
             client, *_, start = self._replay.recv_multipart()
             first = int.from_bytes(start, "big")
-            for number, batch in list(self._sent):
+            for number, batch in [*self._first, *self._sent]:
                 if number >= first:
                     self._replay.send_multipart((client, b"", number.to_bytes(8, "big"), batch))
             self._replay.send_multipart((client, b"", _END, b""))

@@ -14,7 +14,7 @@ from culet.errors import ConfigError
 from culet.limits import read_limits
 from culet.log import setup_logging
 from culet.serve.app import create_app
-from culet.serve.process.kv_events import read_kv_events
+from culet.serve.process.kv_events import check_kv_events, is_bound
 from culet.serve.ray.engines import RayEngines
 from culet.serve.ray.replica import EngineReplica
 from culet.serve.service import Service
@@ -54,7 +54,6 @@ def build(args: Mapping[str, Any]) -> Any:
     settings = build_serve_config(args.get("serve", {}))
     if settings.data_parallel_size != 1:
         raise ConfigError("data-parallel-size: Ray starts the replicas", hint="use num_replicas or autoscaling instead")
-    read_kv_events(settings.kv_events_config)
     limits = read_limits(settings.limits)
     scaling = args.get("autoscaling")
     if scaling is not None and "num_replicas" in args:
@@ -78,6 +77,9 @@ def build(args: Mapping[str, Any]) -> Any:
 
 def _engine_deployment(args: Mapping[str, Any], config: Config, settings: ServeConfig) -> Any:
     """Return the deployment of engines. A replica with several ranks gets all of its GPUs at once, on one machine."""
+    has_caching = config.cache.enable_prefix_caching
+    events = check_kv_events(settings.kv_events_config, num_engines=1, has_prefix_caching=has_caching)
+    listens = events is not None and (is_bound(events.endpoint) or events.replay_endpoint is not None)
     num_ranks = config.parallel.tensor_parallel_size
     num_gpus = args.get("num_gpus", 0 if config.model.device == "cpu" else num_ranks)
     return serve.deployment(
@@ -85,6 +87,7 @@ def _engine_deployment(args: Mapping[str, Any], config: Config, settings: ServeC
         name="Engine",
         # More wait in the ingress, from where a new replica can take them.
         max_ongoing_requests=config.schedule.max_num_seqs,
+        max_replicas_per_node=1 if listens else None,  # all replicas have the same endpoints
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
         graceful_shutdown_timeout_s=settings.request_timeout,  # until then, every request has ended
         health_check_period_s=5,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from array import array
 from itertools import count
 from pathlib import Path
@@ -18,16 +19,19 @@ from culet.cache.point_tree import MIN_SHARED
 from culet.cache.prefix import PrefixCache
 from culet.errors import ConfigError
 from culet.serve.process.kv_events import (
+    _RECONNECT_S,
     EventMaker,
     KVEventPublisher,
     KVEventsConfig,
     block_hash,
     block_keys,
+    check_kv_events,
     of_rank,
     read_kv_events,
 )
 from culet.types import Drawn, StepResult
 from tests.engine.scheduler.drive import make, make_request, try_add
+from tests.serve.running import free_port
 
 BLOCK = 8  # tokens
 
@@ -186,6 +190,7 @@ def test_events_travel_over_zmq_and_are_replayed(tmp_path: Path) -> None:
         client.send_multipart((b"", (0).to_bytes(8, "big")))
         _, number, payload = received(client)
         router = Router()
+        router.next_number = first = int.from_bytes(number, "big")
         router.receive(number, payload)
         assert received(client)[1:] == [(-1).to_bytes(8, "big", signed=True), b""]
         ids = count(100)
@@ -198,7 +203,7 @@ def test_events_travel_over_zmq_and_are_replayed(tmp_path: Path) -> None:
         while True:
             _, number, payload = received(subscriber)
             seen.append(number)
-            if any(LAST in event["block_hashes"] for event in msgspec.msgpack.decode(payload)[1]):
+            if any(LAST in event.get("block_hashes", ()) for event in msgspec.msgpack.decode(payload)[1]):
                 break
         numbers = [int.from_bytes(number, "big") for number in seen]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
@@ -214,9 +219,132 @@ def test_events_travel_over_zmq_and_are_replayed(tmp_path: Path) -> None:
         replayed = [received(client)[1] for _ in range(3)]
         assert [int.from_bytes(number, "big", signed=True) - numbers[-1] for number in replayed[:2]] == [3, 4]
         assert replayed[2] == (-1).to_bytes(8, "big", signed=True)
-        client.send_multipart((b"", (0).to_bytes(8, "big")))  # only the last three are kept
-        replayed = [received(client)[1] for _ in range(4)]
-        assert [int.from_bytes(number, "big", signed=True) - numbers[-1] for number in replayed[:3]] == [2, 3, 4]
+        client.send_multipart((b"", (0).to_bytes(8, "big")))  # only the last three are kept, and what cleared all blocks
+        replayed = [received(client)[1] for _ in range(5)]
+        assert int.from_bytes(replayed[0], "big") == first
+        assert [int.from_bytes(number, "big", signed=True) - numbers[-1] for number in replayed[1:4]] == [2, 3, 4]
+    finally:
+        publisher.close()
+        context.destroy(linger=0)
+
+
+def test_the_replay_socket_listens_at_any_address(tmp_path: Path) -> None:
+    replay = f"tcp://127.0.0.1:{free_port()}"
+    config = KVEventsConfig(True, endpoint=f"ipc://{tmp_path}/events", replay_endpoint=replay)
+    publisher = KVEventPublisher(config, block_tokens=2)
+    context = zmq.Context()
+    try:
+        client = context.socket(zmq.DEALER)
+        client.connect(replay)
+        client.send_multipart((b"", (0).to_bytes(8, "big")))
+        assert client.poll(10_000)
+        assert msgspec.msgpack.decode(received(client)[2])[1] == [{"type": "AllBlocksCleared"}]
+    finally:
+        publisher.close()
+        context.destroy(linger=0)
+
+
+class Follower:
+    """A subscriber that stays connected while engines come and go, and follows the numbers as vLLM's example does."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str, replay: str | None) -> None:
+        self.subscriber, self.client = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        self.subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        self.subscriber.connect(endpoint)
+        self.has_replay = replay is not None
+        if replay is not None:
+            self.client.connect(replay)
+        self.last = -1
+        self.blocks: set[int] = set()
+        self.num_missed = 0
+
+    def follow(self, timeout_ms: int) -> bool:
+        """Take the next message, after those that were missed. Return False if none comes in time."""
+        if not self.subscriber.poll(timeout_ms):
+            return False
+        _, number_bytes, payload = self.subscriber.recv_multipart()
+        number = int.from_bytes(number_bytes, "big")
+        if self.has_replay and number > self.last + 1 and self.last >= 0:
+            self.num_missed += 1
+            self.client.send_multipart((b"", (self.last + 1).to_bytes(8, "big")))
+            while (answer := received(self.client))[2]:
+                self.take(int.from_bytes(answer[1], "big"), answer[2])
+        self.take(number, payload)
+        return True
+
+    def take(self, number: int, payload: bytes) -> None:
+        if self.has_replay and number <= self.last:
+            return  # seen before
+        self.last = number
+        for event in msgspec.msgpack.decode(payload)[1]:
+            if event["type"] == "AllBlocksCleared":
+                self.blocks.clear()
+            elif event["type"] == "BlockStored":
+                self.blocks |= set(event["block_hashes"])
+            else:
+                self.blocks -= set(event["block_hashes"])
+
+
+def hash_of(number: int) -> int:
+    """Return the hash of the only block of `other_point(number)`."""
+    return block_hash(block_keys(array("I", [number, number]).tobytes(), "", 2)[-1])
+
+
+@pytest.mark.parametrize("has_replay", [True, False])
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_restarted_engine_has_none_of_the_old_blocks(tmp_path: Path, has_replay: bool, is_slow: bool) -> None:
+    """A subscriber outlives an engine. It may connect again only after the new engine's first event."""
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    config = KVEventsConfig(True, endpoint=endpoint, replay_endpoint=replay, buffer_steps=2)
+    context = zmq.Context()
+    follower = Follower(context, endpoint, replay if has_replay else None)
+    publisher = KVEventPublisher(config, block_tokens=2)
+    try:
+        for number in range(10, 15):
+            publisher.publish([other_point(number)])
+        while hash_of(14) not in follower.blocks:
+            assert follower.follow(60_000)
+        assert follower.blocks == {hash_of(number) for number in range(10, 15)}
+        publisher.close()
+        if is_slow:
+            follower.subscriber.disconnect(endpoint)
+        publisher = KVEventPublisher(config, block_tokens=2)
+        if is_slow:
+            time.sleep(_RECONNECT_S + 0.5)
+            follower.subscriber.connect(endpoint)
+            time.sleep(0.5)
+        publisher.publish([other_point(20)])
+        while hash_of(20) not in follower.blocks:
+            assert follower.follow(60_000)
+        assert follower.blocks == {hash_of(20)}
+        assert bool(follower.num_missed) is has_replay
+    finally:
+        publisher.close()
+        context.destroy(linger=0)
+
+
+def test_whoever_missed_the_first_events_too_is_told_to_forget(tmp_path: Path) -> None:
+    """More batches were sent since the restart than are kept. The replay still begins with the event that clears all blocks."""
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    config = KVEventsConfig(True, endpoint=endpoint, replay_endpoint=replay, buffer_steps=2)
+    context = zmq.Context()
+    follower = Follower(context, endpoint, replay)
+    publisher = KVEventPublisher(config, block_tokens=2)
+    try:
+        publisher.publish([other_point(10)])
+        while hash_of(10) not in follower.blocks:
+            assert follower.follow(60_000)
+        publisher.close()
+        follower.subscriber.disconnect(endpoint)
+        publisher = KVEventPublisher(config, block_tokens=2)
+        for number in range(20, 25):
+            publisher.publish([other_point(number)])
+        time.sleep(_RECONNECT_S + 0.5)
+        follower.subscriber.connect(endpoint)
+        time.sleep(0.5)
+        publisher.publish([other_point(25)])
+        assert follower.follow(60_000)
+        assert follower.blocks == {hash_of(24), hash_of(25)}
     finally:
         publisher.close()
         context.destroy(linger=0)
@@ -244,6 +372,46 @@ def test_blocks_of_a_run_travel_in_one_event() -> None:
 def test_bad_settings_are_named(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         read_kv_events(text)
+
+
+EVENTS = '"enable_kv_cache_events": true'
+
+
+@pytest.mark.parametrize(
+    ("text", "num_engines", "problem"),
+    [
+        ('"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"', 2, "port 5558 is the .* engine 0 and .* engine 1"),
+        ('"endpoint": "tcp://*:5559", "replay_endpoint": "tcp://127.0.0.1:5557"', 4, "port 5559 is the"),
+        ('"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5557"', 1, "port 5557 is the"),
+        ('"endpoint": "ipc:///tmp/kv", "replay_endpoint": "ipc:///tmp/kv_dp1"', 2, "/tmp/kv_dp1 is the"),
+        ('"endpoint": "tcp://*:*"', 2, "expected a port at its end"),
+    ],
+)
+def test_endpoints_that_collide_are_refused_at_once(text: str, num_engines: int, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        check_kv_events(f"{{{EVENTS}, {text}}}", num_engines=num_engines, has_prefix_caching=True)
+    if "is the" in problem:
+        assert f"differ by {num_engines} or more" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_engines"),
+    [
+        ('"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"', 1),
+        ('"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5559"', 2),
+        ('"endpoint": "tcp://router:5557", "replay_endpoint": "tcp://*:5558"', 2),  # the first is a port of another machine
+        ('"endpoint": "tcp://*:*", "replay_endpoint": "tcp://*:*"', 1),
+    ],
+)
+def test_endpoints_that_do_not_collide_are_fine(text: str, num_engines: int) -> None:
+    assert check_kv_events(f"{{{EVENTS}, {text}}}", num_engines=num_engines, has_prefix_caching=True) is not None
+
+
+def test_events_need_prefix_caching() -> None:
+    with pytest.raises(ConfigError, match=r"kv-events-config.*no-enable-prefix-caching"):
+        check_kv_events(f"{{{EVENTS}}}", num_engines=1, has_prefix_caching=False)
+    assert check_kv_events("{}", num_engines=1, has_prefix_caching=False) is None
+    assert check_kv_events(None, num_engines=1, has_prefix_caching=False) is None
 
 
 def test_settings_have_vllms_names_and_defaults() -> None:

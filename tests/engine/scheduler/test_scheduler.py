@@ -406,11 +406,13 @@ def test_stats_tell_how_things_stand() -> None:
     assert (stats.num_running, stats.num_waiting, stats.num_pages) == (2, 1, 200)
     assert stats.num_held_pages == {"g0": 4, "g1": 6}
     assert stats.num_free_pages == 200 - 10
+    assert stats.num_tokens == 3 * 20 + 2  # with one drawn token for each running sequence
     assert stats.counters.steps == 1
     drive.run()
     assert stats.counters.steps == 1  # a snapshot
     stats = drive.scheduler.stats()
     assert stats.num_free_pages + stats.num_resume_point_pages == 200
+    assert stats.num_tokens == 0
     assert stats.counters.prefix_queries == 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -9,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from tests.serve.replicas.conversations import hit_share, talk
-from tests.serve.running import Running, wait_for
+from tests.serve.running import Running, free_port, wait_for
 
 CONFIG = {"device": "cpu", "max_model_len": 2048, "max_num_seqs": 64, "max_queue_len": 64}
 
@@ -128,4 +131,58 @@ def test_routers_learn_about_the_server(pair: Running, tiny: Running) -> None:
         loads = server.http.get("/get_load").json()
         assert [load["dp_rank"] for load in loads] == list(range(size))
         assert all(load["num_reqs"] == load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+        assert all(load["load"] == load["num_reqs"] for load in loads)
         assert f'vllm:cache_config_info{{block_size="{info["page_size"]}"' in server.http.get("/metrics").text
+
+
+def test_routers_learn_about_the_load(scripted: Callable[..., Running]) -> None:
+    """`num_tokens` counts running and waiting requests, and is 0 when they have ended."""
+    with scripted(step_s=0.05, config={"max_num_seqs": 1}) as server, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": [5] * 300, "max_tokens": 40, "ignore_eos": True}
+        answers = [pool.submit(server.http.post, "/v1/completions", json=body) for _ in range(2)]
+
+        def load() -> dict[str, Any]:
+            [only] = server.http.get("/get_load").json()
+            return dict(only)
+
+        wait_for(lambda: (load()["num_running_reqs"], load()["num_waiting_reqs"]) == (1, 1), what="a request that waits")
+        now = load()
+        assert now["load"] == now["num_reqs"] == 2
+        assert 600 <= now["num_tokens"] <= 680
+        assert [answer.result().status_code for answer in answers] == [200, 200]
+        wait_for(lambda: (load()["num_tokens"], load()["load"]) == (0, 0), what="the last report")
+
+
+def test_subscribers_learn_that_an_engine_died(folder: Path) -> None:
+    """Kill an engine that has published blocks. A subscriber that stays hears that they are gone, with higher numbers."""
+    port = free_port()
+    events = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}"}
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+    subscriber.connect(f"tcp://127.0.0.1:{port}")
+
+    def receive() -> tuple[int, list[str]]:
+        assert subscriber.poll(60_000)
+        _, number, payload = subscriber.recv_multipart()
+        return int.from_bytes(number, "big"), [event["type"] for event in msgspec.msgpack.decode(payload)[1]]
+
+    try:
+        with Running(folder, config=CONFIG, settings={"kv_events_config": json.dumps(events)}) as server:
+            first, types = receive()
+            assert types == ["AllBlocksCleared"]
+            answer = server.chat(messages=[{"role": "user", "content": "red and green " * 200}], max_tokens=4)
+            assert answer.json()["usage"]["prompt_tokens"] > server.http.get("/server_info").json()["page_size"]
+            last, types = receive()
+            assert (last, types[0]) == (first + 1, "AllBlocksCleared")
+            assert "BlockStored" in types
+            while subscriber.poll(500):
+                last, _ = receive()
+            os.kill(server.engine_ids()[0], signal.SIGKILL)
+            number, types = receive()
+            assert number > last + 1
+            assert types == ["AllBlocksCleared"]
+            wait_for(lambda: server.http.get("/health").status_code == 200, what="the restart")
+            server.check_well()
+    finally:
+        context.destroy(linger=0)

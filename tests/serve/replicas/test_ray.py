@@ -31,6 +31,7 @@ from tests.serve.test_media import ask, image
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 ENGINE = {"device": "cpu", "max_model_len": 1024, "max_num_seqs": 32}
 APP = "culet"
+EVENTS = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}'
 SETTINGS = {
     "PYTHONPATH": str(Path(__file__).parents[3]),
     "OMP_NUM_THREADS": "1",
@@ -331,6 +332,7 @@ def test_a_picture_reaches_a_replica(cluster: Cluster, tmp_path: Path) -> None:
         ({"replicas": 2}, "unknown argument"),
         ({"engine": {"max_num_seqs": 0}}, "max-num-seqs"),
         ({"serve": {"data_parallel_size": 2}}, "Ray starts the replicas"),
+        ({"engine": {"enable_prefix_caching": False}, "serve": {"kv_events_config": EVENTS}}, "no-enable-prefix-caching"),
         ({"num_replicas": 2, "autoscaling": {"max_replicas": 2}}, "pass only one|autoscaling decides"),
     ],
 )
@@ -339,6 +341,19 @@ def test_bad_arguments_are_named(args: dict[str, Any], problem: str) -> None:
 
     with pytest.raises(ConfigError, match=problem):
         build_app(args)
+
+
+@pytest.mark.parametrize(
+    ("events", "limit"),
+    [(None, None), (EVENTS, 1), ('{"enable_kv_cache_events": true, "endpoint": "tcp://router:5557"}', None)],
+)
+def test_replicas_with_the_same_endpoint_are_on_different_machines(events: str | None, limit: int | None) -> None:
+    from culet.config import build_config, build_serve_config
+    from culet.serve.ray.app import _engine_deployment
+
+    settings = build_serve_config({"kv_events_config": events})
+    deployment = _engine_deployment({}, build_config(ENGINE), settings).options(num_replicas=2)
+    assert deployment._replica_config.max_replicas_per_node == limit
 
 
 def test_the_guides_yaml_is_valid() -> None:

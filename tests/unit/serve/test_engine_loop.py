@@ -199,4 +199,4 @@ def test_items_belong_to_the_next_request_and_arrive_in_turns(opened: list[Other
         names |= {delta.request_id for delta in report.deltas}
     assert [(entry.request_id, len(entry.items)) for entry in added] == [("running", 0), ("seeing", 3), ("plain", 0)]
     assert added[1].items == items
-    assert steps_before[1] - steps_before[0] > 10  # 3 MB in turns of 64 kB
+    assert steps_before[1] - steps_before[0] > 2  # 3 MB, of which the socket gives at most 1 MB at a time
