@@ -268,9 +268,9 @@ def _print_fits(console: Console, facts: Facts) -> None:
     has_towers = bool(facts.loaded_towers.kinds)
     fits = [fit_of(facts, *choice) for choice in choices if (has_latent or choice[1]) and (has_towers or choice[0])]
     allowed = fits[0]["allowed_bytes"] / GB
-    share = f"{facts.config.cache.gpu_memory_utilization:g} of {facts.gpu.memory_bytes / GB:.1f} GB"
+    share = f"{facts.config.cache.gpu_memory_utilization:g} of {facts.rank_memory_bytes / GB:.1f} GB"
     if facts.num_ranks > 1:
-        share = f"each GPU, {share}"
+        share = f"each {'GPU' if facts.gpu.arch.is_gpu else 'rank'}, {share}"
     names = [
         f"{'text only' if fit['text_only'] else 'all parts'},\n{'latent' if fit['latent'] and has_latent else 'K and V'}"
         for fit in fits

@@ -17,6 +17,7 @@ from culet.config import Config
 from culet.engine.start.parts import build_parts, finish_start
 from culet.engine.start.worker import MakeWorker
 from culet.errors import BadRequest
+from culet.limits import Limits
 from culet.runner.worker import LaunchedStep
 from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, GrammarSpec, Request, TokenDelta
@@ -27,9 +28,19 @@ COMPILE_WAIT_S = 0.02  # short, so that cancels and new requests are noticed
 class Engine:
     """A loaded model that answers requests. Not thread-safe: a single caller must drive it."""
 
-    def __init__(self, config: Config, *, progress: bool = True, make_worker: MakeWorker | None = None) -> None:
-        """Build an engine. Its steps run in this process, or on the worker that `make_worker` makes."""
-        parts = build_parts(config, progress=progress, make_worker=make_worker)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        progress: bool = True,
+        make_worker: MakeWorker | None = None,
+        rank_limit_s: float = Limits.step_s,
+    ) -> None:
+        """Build an engine. Its steps run in this process, in ranks, or on the worker that `make_worker` makes.
+
+        A rank that takes longer than `rank_limit_s` for a step counts as dead.
+        """
+        parts = build_parts(config, progress=progress, make_worker=make_worker, rank_limit_s=rank_limit_s)
         setup = parts.setup
         self.config = setup.config
         self.spec, self.defaults = setup.spec, setup.checkpoint.defaults
@@ -55,6 +66,15 @@ class Engine:
     def prefix_cache(self) -> PrefixCache | None:
         """The resume points, or None if prefix caching is off."""
         return self._scheduler.page_allocator.prefix
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """The file descriptors that can be read as soon as a rank has ended. Call `check` then."""
+        return self._worker.descriptors
+
+    def check(self) -> None:
+        """Raise WorkerDied if a rank has ended. `step` does so too."""
+        self._worker.check()
 
     # Requests
 

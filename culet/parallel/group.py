@@ -24,8 +24,8 @@ from culet.parallel.rank import Rank
 from culet.parallel.reduce.choice import LIBRARY_ALONE, Method, Reductions
 from culet.parallel.reduce.symmetric import SymmetricMemory
 
-# How long a rank waits for the others, at the start and in a reduction. The engine notices much earlier that a rank is dead or
-# hangs, and then ends all of them.
+# How long a rank waits for the others, at the start and in a reduction. The engine notices much earlier that a rank is dead,
+# stopped, or hangs in a step, and then ends all of them. This is the limit for a rank that lives but hangs at the start.
 _PATIENCE = timedelta(hours=1)
 # Its name until torch 2.12.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -201,6 +201,14 @@ class Runner:
         """Return how many seconds the device has spent on verifying and on proposing drafts since the start."""
         return {name: self.clock.seconds(name) for name in ("verify", "draft")}
 
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """None, since the runner has no process of its own."""
+        return ()
+
+    def check(self) -> None:
+        """Do nothing. The runner lives as long as this process."""
+
     def close(self) -> None:
         """Do nothing. Memory is freed with the runner."""
 

@@ -7,7 +7,8 @@ A ProcessWorker and its processes (`worker_process.py`) exchange msgpack message
 its length. A process is told the name of the function that builds its Runner. Each plan is encoded once and sent to every
 process. Results come back in the order of the plans, and a plan may be sent before the result of the previous one has arrived.
 
-Ranks live and die together. If one dies or fails in a step, the others wait for it in a reduction, so all are ended.
+Ranks live and die together. If one dies, hangs, or fails in a step, the others wait for it in a reduction, so all are ended.
+A process that builds its Runner sends a sign of life every second, because a build may take as long as it likes.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from msgspec import Struct
 from culet.child import start_bound_process
 from culet.errors import CuletError, WorkerDied, error_of
 from culet.frames import LENGTH_BYTES, FrameReader, frame, frame_length
+from culet.limits import Limits
 from culet.types import StepPlan, StepResult
 
 STOP_LIMIT_S = 5.0  # time for the processes to end by themselves
+SIGN_PERIOD_S = 1.0  # between signs of life
 _EXIT_LIMIT_S = 0.5  # time for a rank that closed its connection to be seen to have ended
 
 
@@ -57,6 +60,13 @@ class Worker(Protocol):
     def device_seconds(self) -> Mapping[str, float]:
         """Return the seconds that the device has spent verifying (`verify`) and proposing (`draft`) drafts since the start."""
 
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """The file descriptors that can be read as soon as a process of the worker has ended. Call `check` then."""
+
+    def check(self) -> None:
+        """Raise WorkerDied if a process of the worker has ended. Does not wait."""
+
     def close(self) -> None:
         """End everything that belongs to the worker. Steps in flight are dropped."""
 
@@ -73,6 +83,10 @@ class Build(Struct, tag="build", frozen=True):
 
 class RunStep(Struct, tag="step", frozen=True):
     plan: StepPlan
+
+
+class Building(Struct, tag="building", frozen=True):
+    """A sign of life."""
 
 
 class Built(Struct, tag="built", frozen=True):
@@ -99,7 +113,7 @@ class WorkerFailed(Struct, tag="failed", frozen=True):
 
 
 Command = Build | RunStep
-Report = Built | StepDone | WorkerFailed
+Report = Building | Built | StepDone | WorkerFailed
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
@@ -131,12 +145,14 @@ def _receive(connection: socket.socket, count: int) -> bytearray:
 class _RankProcess:
     """One of the processes, and the reports that have arrived from it."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, limit_s: float) -> None:
         self.index = index
         self.connection, theirs = socket.socketpair()
+        self.connection.settimeout(limit_s)  # a process that hangs does not read either
         with theirs:
             self.process = start_bound_process("culet.runner.worker_process", theirs.fileno())
-        self.reports: deque[Report] = deque()  # oldest first
+        self.reports: deque[Report] = deque()  # oldest first, without signs of life
+        self.silent_s = 0.0  # how long its next report or sign of life has been awaited
         self._frames = FrameReader(report_decoder)
 
     def receive(self) -> None:
@@ -144,14 +160,17 @@ class _RankProcess:
         data = self.connection.recv(1 << 20)
         if not data:
             raise ConnectionError("the connection was closed")
-        self.reports.extend(self._frames.push(data))
+        self.silent_s = 0.0
+        self.reports.extend(report for report in self._frames.push(data) if not isinstance(report, Building))
 
 
 class ProcessWorker:
     """A Runner in another process, or one in each of several ranks. Not thread-safe."""
 
-    def __init__(self, builder: str, *, num_ranks: int = 1, **arguments: Any) -> None:
+    def __init__(self, builder: str, *, num_ranks: int = 1, limit_s: float = Limits.step_s, **arguments: Any) -> None:
         """Start the processes. Wait until `builder` ("module:function") has built a Runner in each.
+
+        A process counts as dead if it sends no sign of life for `limit_s` while it builds, or takes longer for a step.
 
         The arguments are plain data (numbers, strings, lists and dicts). With several ranks, `builder` also gets `rank_index`,
         and `meeting_file`, the path at which ranks find each other.
@@ -161,9 +180,10 @@ class ProcessWorker:
         self._in_flight: deque[_RemoteStep] = deque()  # oldest first
         self._device_seconds: dict[str, float] = {"verify": 0.0, "draft": 0.0}
         self._is_built = False
+        self._limit_s = limit_s
         with tempfile.TemporaryDirectory(prefix="culet-") as folder:
             try:
-                self._ranks += [_RankProcess(index) for index in range(num_ranks)]
+                self._ranks += [_RankProcess(index, limit_s) for index in range(num_ranks)]
                 for rank in self._ranks:
                     own = {"rank_index": rank.index, "meeting_file": str(Path(folder) / "ranks")} if num_ranks > 1 else {}
                     self._send(rank, frame(Build(builder, arguments | own)))
@@ -196,6 +216,15 @@ class ProcessWorker:
         """Return the seconds of the first rank as of its last result."""
         return self._device_seconds
 
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """The connections. A process that ends closes its own."""
+        return [rank.connection.fileno() for rank in self._ranks]
+
+    def check(self) -> None:
+        """Raise WorkerDied if a process has ended. Keep the reports that have arrived."""
+        self._read(0.0)
+
     def close(self) -> None:
         """End the processes."""
         self._end()
@@ -222,26 +251,45 @@ class ProcessWorker:
     def _send(self, rank: _RankProcess, message: bytearray) -> None:
         try:
             rank.connection.sendall(message)
+        except TimeoutError as error:
+            raise self._silence(rank) from error
         except OSError as error:
             raise self._death() from error
 
     def _receive(self) -> list[Report]:
-        """Wait for a report of every rank. Raise if a rank is gone, or if one of several has failed in a step."""
-        while any(not rank.reports for rank in self._ranks):
-            poll = select.poll()
-            for rank in self._ranks:
-                if rank.connection.fileno() < 0:
-                    raise self._death()
-                poll.register(rank.connection, select.POLLIN)
-            ready = {descriptor for descriptor, _ in poll.poll()}
-            try:
-                for rank in self._ranks:
-                    if rank.connection.fileno() in ready:
-                        rank.receive()
-            except OSError as error:
-                raise self._death() from error
-            self._check_failures()
+        """Wait for a report of every rank. Raise if a rank is gone or silent, or if one of several has failed in a step.
+
+        Time in which this process did not run says nothing about the ranks. So a wait adds one period at most to their silence.
+        """
+        for rank in self._ranks:
+            rank.silent_s = 0.0
+        while waiting := [rank for rank in self._ranks if not rank.reports]:
+            began = time.monotonic()
+            for rank in waiting:
+                if rank.silent_s > self._limit_s:
+                    raise self._silence(rank)
+            heard = self._read(SIGN_PERIOD_S)
+            for rank in waiting:
+                if rank not in heard:
+                    rank.silent_s += min(time.monotonic() - began, SIGN_PERIOD_S)
         return [rank.reports.popleft() for rank in self._ranks]
+
+    def _read(self, wait_s: float) -> list[_RankProcess]:
+        """Wait until ranks send something, then read it. Return these ranks. Raise if a rank is gone or has failed."""
+        poll = select.poll()
+        for rank in self._ranks:
+            if rank.connection.fileno() < 0:
+                raise self._death()
+            poll.register(rank.connection, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(1e3 * wait_s)}
+        heard = [rank for rank in self._ranks if rank.connection.fileno() in ready]
+        try:
+            for rank in heard:
+                rank.receive()
+        except OSError as error:
+            raise self._death() from error
+        self._check_failures()
+        return heard
 
     def _check_failures(self) -> None:
         """Raise if one of several ranks failed. The others may wait for it forever."""
@@ -251,6 +299,9 @@ class ProcessWorker:
         index, failure = failed[0]
         death = self._death(f"rank {index} failed: {failure.message}")
         raise death if self._is_built else failure.error()
+
+    def _silence(self, rank: _RankProcess) -> WorkerDied:
+        return self._death(f"rank {rank.index} has given no sign of life for {self._limit_s:g} s")
 
     def _death(self, reason: str = "") -> WorkerDied:
         """End the processes, and return the error that says which one ended first, or else `reason`."""

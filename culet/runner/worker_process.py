@@ -1,7 +1,7 @@
 """The process of a `ProcessWorker`. It builds a Runner and runs the plans that it receives.
 
 The main thread launches plans as they arrive. A second thread waits for their results and sends them, so that a plan that
-arrives in the meantime is launched at once.
+arrives in the meantime is launched at once. While the Runner is being built, another thread sends signs of life.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from culet import registry
@@ -20,7 +20,9 @@ from culet.child import end_with_connection, end_with_parent
 from culet.errors import CuletError, as_culet_error, error_parts
 from culet.log import logger
 from culet.runner.worker import (
+    SIGN_PERIOD_S,
     Build,
+    Building,
     Built,
     LaunchedStep,
     Report,
@@ -60,12 +62,32 @@ def main(descriptor: int) -> None:
         command = command_decoder.decode(receive_message(connection))
         assert isinstance(command, Build), "the first message must say what to build"
         try:
-            worker: Worker = registry.load(command.builder)(**command.arguments)
+            with _signs_of_life(connection):
+                worker: Worker = registry.load(command.builder)(**command.arguments)
         except Exception as error:
             send_message(connection, _failed(error))
             return
         send_message(connection, Built(worker.num_slabs))
         _run(connection, worker)
+
+
+@contextmanager
+def _signs_of_life(connection: socket.socket) -> Iterator[None]:
+    """Send signs of life until the block ends. A stopped process sends none."""
+    done = threading.Event()
+
+    def send() -> None:
+        with suppress(OSError):  # the other side is gone, and so is this process soon
+            while not done.wait(SIGN_PERIOD_S):
+                send_message(connection, Building())
+
+    thread = threading.Thread(target=send, name="signs of life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()  # so that the next message is not mixed with a sign
 
 
 def _run(connection: socket.socket, worker: Worker) -> None:

@@ -55,6 +55,7 @@ class _ScriptedSequence:
 class FakeEngine:
     """An engine that answers from a script."""
 
+    descriptors = ()
     prefix_cache = None
 
     def __init__(self, script: Script, schedule: ScheduleConfig) -> None:
@@ -68,6 +69,9 @@ class FakeEngine:
     @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._deltas)
+
+    def check(self) -> None:
+        """Do nothing, as there are no ranks."""
 
     def add(self, request: Request) -> None:
         """Queue all samples of a request."""

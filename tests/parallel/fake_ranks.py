@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +32,11 @@ class FakeRank:
     def device_seconds(self) -> Mapping[str, float]:
         return {"verify": float(self.index), "draft": 0.0}
 
+    descriptors = ()
+
+    def check(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -45,6 +52,19 @@ class FakeStep:
 def build(folder: str, rank_index: int, meeting_file: str, size: int = 2, odd_step: int = -1) -> FakeRank:
     assert Path(meeting_file).parent.is_dir()
     return FakeRank(rank_index, size, Path(folder), odd_step)
+
+
+def build_slowly(folder: str, rank_index: int, meeting_file: str, build_s: float) -> FakeRank:
+    time.sleep(build_s)
+    return build(folder, rank_index, meeting_file)
+
+
+def hang(folder: str, rank_index: int, meeting_file: str) -> FakeRank:
+    """Stop the last rank. The other one waits for it."""
+    while rank_index == 0:
+        time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    raise AssertionError("nobody lets it continue")
 
 
 def refuse(folder: str, rank_index: int, meeting_file: str) -> FakeRank:

@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -39,6 +40,14 @@ def ranks_of_server(server: Running) -> list[int]:
     for task in Path(f"/proc/{engine}/task").iterdir():
         found += [int(pid) for pid in (task / "children").read_text().split()]
     return sorted(pid for pid in found if runs_module(pid, "culet.runner.worker_process"))
+
+
+def new_ranks(server: Running, old: list[int]) -> list[int]:
+    """Return the process ids of the ranks that replace `old` ones, or [] if not all of them have been started."""
+    with suppress(AssertionError, OSError):  # there is no engine yet, or one of its threads has just ended
+        found = ranks_of_server(server)
+        return found if len(found) == len(old) and not {*found} & {*old} else []
+    return []
 
 
 def stream(server: Running, seed: int) -> tuple[int, str]:
@@ -78,3 +87,30 @@ def test_any_rank_twenty_times(server: Running, number: signal.Signals) -> None:
     want, random = server.chat(max_tokens=8, temperature=0).json()["choices"][0]["message"]["content"], Random(0)
     for _ in range(20):
         hurt(server, number, random.randrange(2), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_rank_that_dies_while_idle(server: Running, index: int) -> None:
+    """The group comes back without a request."""
+    ranks, restarts = ranks_of_server(server), server.stats()["engine_restarts"]
+    os.kill(ranks[index], signal.SIGKILL)
+    wait_for(lambda: server.stats()["engine_restarts"] == restarts + 1, PATIENCE_S, "the restart")
+    server.wait_ready()
+    assert all(map(is_gone, ranks))
+    server.check_well()
+    assert server.chat(max_tokens=8, temperature=0).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_while_the_group_restarts(server: Running) -> None:
+    """It is noticed without a request, and the group starts once more."""
+    old, restarts = ranks_of_server(server), server.stats()["engine_restarts"]
+    os.kill(old[0], signal.SIGKILL)
+    wait_for(lambda: server.stats()["engine_restarts"] == restarts + 1, PATIENCE_S, "the restart")
+    new = wait_for(lambda: new_ranks(server, old), PATIENCE_S, "the new ranks")
+    os.kill(new[1], signal.SIGSTOP)
+    wait_for(lambda: server.stats()["engine_restarts"] == restarts + 2, 60 + PATIENCE_S, "the second restart")
+    server.wait_ready()
+    assert all(map(is_gone, new))
+    assert server.chat(max_tokens=8, temperature=0).status_code == 200

@@ -15,6 +15,7 @@ from culet.cli.plan import plan
 from culet.config import build_config
 from culet.engine.resolve import resolve
 from culet.errors import ConfigError
+from culet.models.quantised.part_bytes import check_groups
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
 from culet.testing.tiny import write_checkpoint
@@ -64,6 +65,40 @@ def test_small_models_use_replicas(tmp_path: Path) -> None:
     assert "--data-parallel-size" in caught.value.hint
 
 
+def test_groups_of_columns_that_ranks_would_cut(tmp_path: Path) -> None:
+    """`culet serve` and `culet plan` refuse it alike, before a rank is started."""
+    folder = str(write_checkpoint(tmp_path, "26B-A4B"))
+    given = {"model": folder, "device": "cpu", "tensor_parallel_size": 2}
+    resolve(build_config(given | {"quantization": "fp8"}))
+    with pytest.raises(ConfigError) as caught:
+        resolve(build_config(given | {"quantization": "int4"}))
+    assert caught.value.message == (
+        "tensor-parallel-size: got 2, but a rank's 48 of the 96 columns of layers.0.mlp.down_proj are not whole groups of 32"
+    )
+    assert caught.value.hint == "use one GPU, or replicas (--data-parallel-size), or --quantization fp8"
+    with pytest.raises(ConfigError) as planned:
+        run_plan(folder, "--gpu", "h100", "--quantization", "int4", "--tensor-parallel-size", "2")
+    assert (planned.value.message, planned.value.hint) == (caught.value.message, caught.value.hint)
+
+
+def test_how_many_ranks_keep_groups_whole() -> None:
+    arguments = "26B-A4B", "--gpu", "h100", "--quantization", "int4", "--tensor-parallel-size"
+    run_plan(*arguments, "2")
+    for count in "4", "8":
+        with pytest.raises(ConfigError, match="are not whole groups of 32") as caught:
+            run_plan(*arguments, count)
+        assert caught.value.hint == "use 2 GPUs, or --quantization fp8"
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 64}}
+    stored = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    config = VARIANTS["12B"] | {"quantization_config": stored}
+    check_groups(read_spec(config), config, "auto", 8)
+    config = VARIANTS["26B-A4B"] | {"quantization_config": stored}
+    check_groups(read_spec(config), config, "auto", 1)
+    with pytest.raises(ConfigError, match=r"1056 of the 2112 columns .* groups of 64") as caught:
+        check_groups(read_spec(config), config, "auto", 2)
+    assert caught.value.hint == "use one GPU, or replicas (--data-parallel-size), or another checkpoint"
+
+
 def run_plan(*arguments: str) -> str:
     done = CliRunner().invoke(plan, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
@@ -91,6 +126,19 @@ def test_the_plan_of_four_gpus() -> None:
     assert (first["num_tokens"], first["num_reductions"]) == (1, 121)
     assert first["reduced_bytes"] == 121 * 5376 * 2
     assert first["link_s"] == pytest.approx((1.5 * first["reduced_bytes"] + first["gathered_bytes"]) / 450e9)
+
+
+def test_ranks_on_a_cpu_share_its_memory() -> None:
+    one, two = (json.loads(plan_json("cpu", count)) for count in (1, 2))
+    assert one["gpu"] == two["gpu"]
+    assert two["fits"][0]["allowed_bytes"] == pytest.approx(one["fits"][0]["allowed_bytes"] / 2, abs=2)
+    one, two = (json.loads(plan_json("h100", count)) for count in (1, 2))
+    assert one["fits"][0]["allowed_bytes"] == two["fits"][0]["allowed_bytes"]
+
+
+def plan_json(gpu: str, num_ranks: int) -> str:
+    arguments = ["12B", "--gpu", gpu, "--tensor-parallel-size", str(num_ranks), "--json"]
+    return CliRunner().invoke(plan, arguments, catch_exceptions=False).output  # it may not fit on this machine
 
 
 def test_the_plan_says_why() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -14,10 +15,14 @@ from pathlib import Path
 import pytest
 
 from culet.errors import ConfigError, WorkerDied
+from culet.media.items import MediaItem, MediaKind
 from culet.runner.worker import ProcessWorker
 from culet.types import StepPlan
 from tests.serve.running import wait_for
 
+PATIENCE_S = 60  # for what takes no time on an idle machine
+LIMIT_S = 8  # for a rank to give a sign of life, which takes a fraction of a second on an idle machine
+SILENCE = rf"rank \d has given no sign of life for {LIMIT_S} s"
 BUILDER = "tests.parallel.fake_ranks:build"
 
 
@@ -63,6 +68,62 @@ def test_a_rank_that_is_killed(tmp_path: Path, index: int) -> None:
         with pytest.raises(WorkerDied, match=f"process {worker.pids[index]} exited unexpectedly with exit code -9"):
             step.result()
         assert all(map(is_gone, worker.pids))
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_rank_that_is_killed_between_steps(tmp_path: Path, index: int) -> None:
+    """The engine sees it without a step."""
+    with ranks(tmp_path) as worker:
+        worker.launch(plan(0)).result()
+        worker.check()
+        assert select.select(worker.descriptors, [], [], 0)[0] == []
+        os.kill(worker.pids[index], signal.SIGKILL)
+        assert select.select(worker.descriptors, [], [], PATIENCE_S)[0] == [worker.descriptors[index]]
+        with pytest.raises(WorkerDied, match=f"process {worker.pids[index]} exited unexpectedly with exit code -9"):
+            worker.check()
+        assert all(map(is_gone, worker.pids))
+
+
+def test_a_check_keeps_results(tmp_path: Path) -> None:
+    with ranks(tmp_path) as worker:
+        steps = [worker.launch(plan(step_id)) for step_id in range(2)]
+        assert select.select(worker.descriptors, [], [], PATIENCE_S)[0]
+        worker.check()
+        assert [step.result().drawn[0].token_ids for step in steps] == [(0,), (1,)]
+
+
+def test_a_rank_that_hangs_in_a_step(tmp_path: Path) -> None:
+    with ranks(tmp_path, limit_s=LIMIT_S) as worker:
+        os.kill(worker.pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerDied, match=SILENCE):
+            worker.launch(plan(0)).result()
+        assert all(map(is_gone, worker.pids))
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_and_reads_nothing(tmp_path: Path) -> None:
+    """A plan with many images is larger than what a connection holds."""
+    with ranks(tmp_path, limit_s=LIMIT_S) as worker:
+        os.kill(worker.pids[1], signal.SIGSTOP)
+        items = tuple(MediaItem(MediaKind.IMAGE, bytes(32), 9, (144, 144, 3), bytes(1 << 20)) for _ in range(8))
+        with pytest.raises(WorkerDied, match=SILENCE):
+            worker.launch(StepPlan(0, (), (), (), encodes=items))
+        assert all(map(is_gone, worker.pids))
+
+
+def test_a_rank_that_hangs_at_start(tmp_path: Path) -> None:
+    with pytest.raises(WorkerDied, match=SILENCE):
+        ProcessWorker("tests.parallel.fake_ranks:hang", num_ranks=2, limit_s=LIMIT_S, folder=str(tmp_path))
+
+
+@pytest.mark.slow
+def test_ranks_that_take_long_to_start(tmp_path: Path) -> None:
+    """The limit is on silence, not on the start."""
+    worker = ProcessWorker(
+        "tests.parallel.fake_ranks:build_slowly", num_ranks=2, limit_s=15, folder=str(tmp_path), build_s=20.0
+    )
+    worker.close()
+    assert worker.num_slabs == 7
 
 
 def test_a_rank_that_fails(tmp_path: Path) -> None:

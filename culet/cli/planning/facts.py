@@ -19,7 +19,7 @@ from culet.layers.weight.quantised.scheme import GGUF
 from culet.media.items import MediaKind
 from culet.models.folder import read_config
 from culet.models.quantised.config import read_quantisation
-from culet.models.quantised.part_bytes import part_bytes
+from culet.models.quantised.part_bytes import check_groups, part_bytes
 from culet.models.sizes import (
     Room,
     check_ranks,
@@ -86,6 +86,11 @@ class Facts:
         return self.config.parallel.tensor_parallel_size
 
     @property
+    def rank_memory_bytes(self) -> int:
+        """The memory of each rank: that of its GPU, or its part of the machine's memory, which ranks on a CPU share."""
+        return self.gpu.memory_bytes if self.gpu.arch.is_gpu else self.gpu.memory_bytes // self.num_ranks
+
+    @property
     def max_model_len(self) -> int:
         return self.config.model.max_model_len or self.spec.max_position
 
@@ -106,6 +111,7 @@ def gather(model: str, gpu_name: str, config: Config, seq_lens: Sequence[int] = 
     kept = {latent: cache_specs(spec, drafter, _ITEMSIZES[dtype], latent=latent) for latent in (True, False)}
     num_ranks = config.parallel.tensor_parallel_size
     check_ranks(spec, num_ranks)
+    check_groups(spec, values, config.model.quantization, num_ranks)
     stored = {latent: stored_as(specs, config.cache.kv_cache_dtype) for latent, specs in kept.items()}
     layouts = {latent: plan_cache(share_among(specs, num_ranks)) for latent, specs in stored.items()}
     layout = layouts[config.cache.latent]
@@ -323,7 +329,7 @@ def fit_of(facts: Facts, text_only: bool, latent: bool) -> dict[str, Any]:
     )
     if not text_only:
         working += facts.loaded_towers.working_bytes(itemsize)
-    allowed = int(facts.gpu.memory_bytes * facts.config.cache.gpu_memory_utilization)
+    allowed = int(facts.rank_memory_bytes * facts.config.cache.gpu_memory_utilization)
     room = Room(facts.layouts[latent], allowed - weight_bytes - working)
     counts = {length: room.sequences(length) for length in facts.seq_lens}
     return {

@@ -25,6 +25,7 @@ from culet.engine.start.worker import (
     tower_kinds,
 )
 from culet.kernels.compiling import CompileCount
+from culet.limits import Limits
 from culet.media.reader import MediaReader
 from culet.runner.media.step_media import placeholder_ids
 from culet.runner.worker import Worker
@@ -59,7 +60,9 @@ class EngineParts:
         return 0 if self.compile_count is None else self.compile_count.compiled
 
 
-def build_parts(config: Config, *, progress: bool = True, make_worker: MakeWorker | None = None) -> EngineParts:
+def build_parts(
+    config: Config, *, progress: bool = True, make_worker: MakeWorker | None = None, rank_limit_s: float = Limits.step_s
+) -> EngineParts:
     """Load the model, size the KV cache, and make the scheduler and the runner, or the worker that `make_worker` makes."""
     times = StartTimes()
     setup = resolve(config)
@@ -76,7 +79,7 @@ def build_parts(config: Config, *, progress: bool = True, make_worker: MakeWorke
     if make_worker is not None:
         built = build_elsewhere(setup, make_worker, times)
     elif setup.rank.size > 1:
-        built = build_ranks(setup, times)
+        built = build_ranks(setup, times, rank_limit_s)
     else:
         built = build_here(setup, compiler, times, progress=progress)
     return EngineParts(

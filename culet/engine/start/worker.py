@@ -85,13 +85,20 @@ def build_elsewhere(setup: Setup, make_worker: MakeWorker, times: StartTimes) ->
     return BuiltWorker(worker, num_slabs, max_model_len, _read_elsewhere(setup), None)
 
 
-def build_ranks(setup: Setup, times: StartTimes) -> BuiltWorker:
-    """Start a process for each rank. On a GPU, the ranks measure how much KV cache fits, and the smallest counts."""
+def build_ranks(setup: Setup, times: StartTimes, limit_s: float) -> BuiltWorker:
+    """Start a process for each rank. On a GPU, the ranks measure how much KV cache fits, and the smallest counts.
+
+    A rank that sends nothing for `limit_s` counts as dead.
+    """
     with times.part("ranks"):
         given = {"settings": given_settings(setup.config), "num_slabs": _planned_slabs(setup)}
         reductions = asdict(_choose_reductions(setup))
         worker = ProcessWorker(
-            "culet.engine.start.worker:build_rank", num_ranks=setup.rank.size, reductions=reductions, **given
+            "culet.engine.start.worker:build_rank",
+            num_ranks=setup.rank.size,
+            limit_s=limit_s,
+            reductions=reductions,
+            **given,
         )
     max_model_len = _resolve_max_model_len(setup, worker.num_slabs)
     return BuiltWorker(worker, worker.num_slabs, max_model_len, _read_elsewhere(setup), None)

@@ -1,4 +1,7 @@
-"""Compute the bytes of a model's weights by part, for plain and for quantised weights, from configs alone. No torch."""
+"""Compute the bytes of a model's weights by part, plain or quantised, and check that ranks can share them. No torch.
+
+All of it comes from configs alone.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from culet.errors import ConfigError
 from culet.layers.weight.byte_sizes import bytes_per_value
 from culet.layers.weight.quantised.scheme import Scheme
 from culet.models.quantised.config import Quantisation, read_quantisation
@@ -14,6 +18,7 @@ from culet.models.spec import LayerSpec, ModelSpec
 
 _PREFIX = "model.language_model."
 _BLOCK = 128
+_NVFP4_GROUP = 16
 _ROUNDED_GROUP = 32  # of `--quantization int4`
 
 
@@ -26,6 +31,7 @@ class Linear:
     num_rows: int
     num_columns: int
     count: int = 1  # how many modules are like this one
+    column_parts: int = 1  # into how many parts ranks can cut its columns; 1 if they share its rows
 
 
 def linears(spec: ModelSpec) -> Iterator[Linear]:
@@ -40,21 +46,21 @@ def linears(spec: ModelSpec) -> Iterator[Linear]:
 def _layer_linears(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Linear]:
     hidden, queries, keys = spec.hidden_size, layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     yield Linear("attention", f"{prefix}self_attn.q_proj", queries, hidden)
-    yield Linear("attention", f"{prefix}self_attn.o_proj", hidden, queries)
+    yield Linear("attention", f"{prefix}self_attn.o_proj", hidden, queries, column_parts=layer.num_kv_heads)
     if layer.owns_kv:
         yield Linear("attention", f"{prefix}self_attn.k_proj", keys, hidden)
         if not layer.k_eq_v:
             yield Linear("attention", f"{prefix}self_attn.v_proj", keys, hidden)
     for name in ("gate_proj", "up_proj"):
         yield Linear("dense MLP", f"{prefix}mlp.{name}", layer.mlp_width, hidden)
-    yield Linear("dense MLP", f"{prefix}mlp.down_proj", hidden, layer.mlp_width)
+    yield Linear("dense MLP", f"{prefix}mlp.down_proj", hidden, layer.mlp_width, column_parts=layer.mlp_width)
     if spec.ple_dim:
         yield Linear("per-layer projections", f"{prefix}per_layer_input_gate", spec.ple_dim, hidden)
         yield Linear("per-layer projections", f"{prefix}per_layer_projection", hidden, spec.ple_dim)
     if spec.moe is not None:
         count, width = spec.moe.num_experts, spec.moe.width
         yield Linear("routed experts", f"{prefix}experts.0.gate_proj", width, hidden, 2 * count)
-        yield Linear("routed experts", f"{prefix}experts.0.down_proj", hidden, width, count)
+        yield Linear("routed experts", f"{prefix}experts.0.down_proj", hidden, width, count, column_parts=width)
 
 
 def scheme_bytes(scheme: Scheme, num_rows: int, num_columns: int, itemsize: int) -> float:
@@ -65,7 +71,7 @@ def scheme_bytes(scheme: Scheme, num_rows: int, num_columns: int, itemsize: int)
     if scheme.kind == "int8":
         return values + groups * itemsize
     if scheme.kind == "nvfp4":
-        return values / 2 + values / 16 + 4 * num_rows
+        return values / 2 + values / _NVFP4_GROUP + 4 * num_rows
     blocks = -(-num_rows // _BLOCK) * -(-num_columns // _BLOCK)
     return values + 4 * (blocks if scheme.scales == "block" else num_rows)
 
@@ -101,3 +107,38 @@ def _scheme(linear: Linear, quantisation: Quantisation | None, precision: str) -
     if precision == "int4":
         return Scheme("int4", _ROUNDED_GROUP) if linear.num_columns % _ROUNDED_GROUP == 0 else None
     return Scheme("fp8") if precision == "fp8" else None
+
+
+def check_groups(spec: ModelSpec, config: Mapping[str, Any], precision: str, num_ranks: int) -> None:
+    """Raise if ranks would cut a group of columns that share a scale or a packed word. For `config`, see `part_bytes`."""
+    if (found := _cut_group(spec, config, precision, num_ranks)) is None:
+        return
+    linear, held, unit = found
+    fewer = [count for count in range(2, num_ranks) if num_ranks % count == 0]
+    most = max((count for count in fewer if _cut_group(spec, config, precision, count) is None), default=1)
+    hint = f"use {most} GPUs" if most > 1 else "use one GPU, or replicas (--data-parallel-size)"
+    raise ConfigError(
+        f"tensor-parallel-size: got {num_ranks}, but a rank's {held} of the {linear.num_columns} columns of {linear.name} "
+        f"are not whole groups of {unit}",
+        hint=f"{hint}, or {'another checkpoint' if precision == 'auto' else '--quantization fp8'}",
+    )
+
+
+def _cut_group(spec: ModelSpec, config: Mapping[str, Any], precision: str, num_ranks: int) -> tuple[Linear, int, int] | None:
+    """Return the first module whose groups of columns ranks would cut, how many columns each holds, and the group's size."""
+    quantisation = read_quantisation(config)
+    for linear in linears(spec):
+        scheme, parts = _scheme(linear, quantisation, precision), min(num_ranks, linear.column_parts)
+        unit, held = 1 if scheme is None else _column_unit(scheme), linear.num_columns // parts
+        if parts > 1 and held % unit:
+            return linear, held, unit
+    return None
+
+
+def _column_unit(scheme: Scheme) -> int:
+    """Return how many columns of a stored matrix can only be read together."""
+    if scheme.kind == "nvfp4":
+        return _NVFP4_GROUP
+    if scheme.kind == "fp8":
+        return _BLOCK if scheme.scales == "block" else 1
+    return scheme.group or (8 if scheme.kind == "int4" else 4 if scheme.is_packed else 1)

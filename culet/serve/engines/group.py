@@ -70,6 +70,7 @@ class Engines:
                 rank=rank,
                 reports_prefixes=size > 1,
                 kv_events=settings.kv_events_config,
+                step_s=limits.step_s,
             )
             name = "the engine" if size == 1 else f"engine {rank}"
             engine = SupervisedEngine(start, settings, limits, name=name, environment=environment)

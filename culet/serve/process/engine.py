@@ -55,6 +55,9 @@ _MAX_RECEIVED_BYTES = 4 << 20  # between two steps, so that media on their way h
 _MAX_UNSENT_BYTES = 16 << 20  # if the web process lags further behind, wait for it
 _MAX_FAILURES = 3  # the process gives up after this many failed steps without a new token in between
 _FLUSH_LIMIT_S = 5.0
+# Nobody watches the engine before it is ready, so it watches its ranks itself. At start they may be silent for longer than in a
+# step, because importing a library from a slow disk holds Python's lock.
+_LEAST_RANK_LIMIT_S = 60.0
 _WARM_UP_TOKENS = 4
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _START_FAKE = "culet.testing.fake_engine:start_fake"
@@ -72,6 +75,9 @@ class SteppedEngine(Protocol):
     def has_work(self) -> bool: ...
     @property
     def prefix_cache(self) -> PrefixCache | None: ...
+    @property
+    def descriptors(self) -> Sequence[int]: ...
+    def check(self) -> None: ...
     def add(self, request: Request) -> None: ...
     def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = ...) -> None: ...
     def step(self) -> list[TokenDelta]: ...
@@ -89,13 +95,15 @@ class Channel:
         self._frames = FrameReader(command_decoder)
         self._unsent = bytearray()
 
-    def receive(self, *, wait: bool) -> list[Command] | None:
-        """Return the commands that have arrived, or None if the other side is gone. With `wait`, block until bytes arrive.
+    def receive(self, *, wait: bool, beside: Sequence[int] = ()) -> list[Command] | None:
+        """Return the commands that have arrived, or None if the other side is gone.
+
+        With `wait`, block until bytes arrive, or until one of the descriptors `beside` the socket can be read.
 
         What is left of a lot of bytes is for the next call.
         """
         if wait:
-            self._wait_readable()
+            self._wait_readable(beside)
         commands: list[Command] = []
         num_left = _MAX_RECEIVED_BYTES
         try:
@@ -131,9 +139,10 @@ class Channel:
             except OSError:  # The other side is gone. The next receive reports it.
                 self._unsent.clear()
 
-    def _wait_readable(self) -> None:
+    def _wait_readable(self, beside: Sequence[int]) -> None:
         while True:
-            readable, writable, _ = select.select([self._socket], [self._socket] if self._unsent else [], [])
+            own = self._socket.fileno()
+            readable, writable, _ = select.select([own, *beside], [own] if self._unsent else [], [])
             if writable:
                 self.flush()
             if readable:
@@ -157,13 +166,16 @@ class EngineLoop:
         """Run until told to stop. Return the exit code of the process."""
         self._send_stats()
         while True:
-            commands = self._channel.receive(wait=not (self._engine.has_work or self._has_failed))
+            is_idle = not (self._engine.has_work or self._has_failed)
+            commands = self._channel.receive(wait=is_idle, beside=self._engine.descriptors if is_idle else ())
             if commands is None:
                 return 0
             for command in commands:
                 if isinstance(command, Stop):
                     return 0
                 self._obey(command)
+            if is_idle and not self._check():  # steps notice it by themselves
+                return exit_code(WorkerDied(""))
             if (self._engine.has_work or self._has_failed) and not self._step():
                 return exit_code(WorkerDied(""))
             self._tell_followers()
@@ -198,8 +210,7 @@ class EngineLoop:
             self._has_failed = True
             if self._num_failures < _MAX_FAILURES and not _is_final(error):
                 return True
-            self._channel.send(Failed("WorkerDied", f"the engine stopped after a failed step: {type(error).__name__}"))
-            self._channel.flush(_FLUSH_LIMIT_S)
+            self._give_up(f"the engine stopped after a failed step: {type(error).__name__}")
             return False
         self._has_failed = False
         num_tokens = sum([len(delta.token_ids) for delta in deltas])
@@ -211,6 +222,19 @@ class EngineLoop:
             for part in in_parts(deltas):
                 self._channel.send(part)
         return True
+
+    def _check(self) -> bool:
+        """Return whether all ranks live."""
+        try:
+            self._engine.check()
+        except WorkerDied as error:
+            self._give_up(f"the engine stopped: {error.message}")
+            return False
+        return True
+
+    def _give_up(self, reason: str) -> None:
+        self._channel.send(Failed("WorkerDied", reason))
+        self._channel.flush(_FLUSH_LIMIT_S)
 
     def _tell_followers(self) -> None:
         """Report changes to the prefix cache before the client can send a request that relies on them."""
@@ -253,7 +277,7 @@ def start_engine(start: Start) -> tuple[SteppedEngine, Ready]:
     from culet.attention.picture import draw
     from culet.engine.engine import Engine
 
-    engine = Engine(start.config)
+    engine = Engine(start.config, rank_limit_s=max(start.step_s, _LEAST_RANK_LIMIT_S))
     _warm_up(engine, engine.rules)
     engine.prepare_grammars()
     layout, plan, schedule = engine.layout, engine.plan, engine.config.schedule

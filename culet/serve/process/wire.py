@@ -16,6 +16,7 @@ from msgspec import Struct
 from culet.cache.changes import PrefixChange
 from culet.config import Config
 from culet.frames import frame, frame_head
+from culet.limits import Limits
 from culet.media.items import MediaItem
 from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, ModelDefaults, Request, TokenDelta
@@ -44,6 +45,7 @@ class Start(Struct, tag="start", frozen=True):
     rank: int = 0  # which of several engines this is
     reports_prefixes: bool = False  # send PrefixChanges
     kv_events: str | None = None  # see `kv_events.py`
+    step_s: float = Limits.step_s  # for one step of the engine before it counts as dead
 
 
 class Item(Struct, tag="item", frozen=True):

@@ -35,7 +35,13 @@ class EngineReplica:
     async def __init__(self, config: Config, settings: ServeConfig, limits: Limits) -> None:  # type: ignore[misc] # Ray awaits it
         setup_logging(form=settings.log_format)
         self._id = serve.get_replica_context().replica_id.unique_id
-        start = Start(config, log_form=settings.log_format, reports_prefixes=True, kv_events=settings.kv_events_config)
+        start = Start(
+            config,
+            log_form=settings.log_format,
+            reports_prefixes=True,
+            kv_events=settings.kv_events_config,
+            step_s=limits.step_s,
+        )
         self._engine = SupervisedEngine(start, settings, limits, name="the engine")
         self._log: deque[PrefixChange] = deque(maxlen=_MAX_LOG)
         self._num_logged = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -91,6 +91,13 @@ class StrictWorker:
 
     def device_seconds(self) -> Mapping[str, float]:
         return self.__worker.device_seconds()
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        return self.__worker.descriptors
+
+    def check(self) -> None:
+        self.__worker.check()
 
     def close(self) -> None:
         self.is_closed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from culet.config import ScheduleConfig
+from culet.errors import WorkerDied
 from culet.frames import FrameReader, frame
 from culet.media.items import MediaItem, MediaKind
 from culet.serve.process import engine as process_engine
@@ -133,6 +135,30 @@ def test_an_engine_beyond_repair_ends(opened: list[OtherEnd], errors: list[Excep
     assert isinstance(last, Failed)
     assert last.kind == "WorkerDied"
     end.thread.join(120)
+    assert end.code == 2
+
+
+def test_a_rank_that_dies_while_the_engine_is_idle(opened: list[OtherEnd]) -> None:
+    """Nobody has to ask for it to be noticed."""
+    rank, connection = socket.socketpair()
+
+    class OneRank(BrittleEngine):
+        descriptors = (connection.fileno(),)
+
+        def check(self) -> None:
+            if select.select(self.descriptors, [], [], 0)[0]:
+                raise WorkerDied("worker process 7 exited unexpectedly")
+
+    with rank, connection:
+        end = OtherEnd(OneRank([]))
+        opened.append(end)
+        end.send(Submit(make_request("a", max_tokens=1)))
+        assert isinstance(end.next(), Deltas)
+        rank.close()
+        last = end.next()
+        assert isinstance(last, Failed)
+        assert (last.kind, last.message) == ("WorkerDied", "the engine stopped: worker process 7 exited unexpectedly")
+        end.thread.join(120)
     assert end.code == 2
 
 
