@@ -12,8 +12,8 @@ from culet.scheduler.tenants import FairQueue, StepPrompts, rank, share_tokens
 MIN_STEP = 256  # tokens that a step may have however slow it is, because smaller chunks waste the reading of weights
 CPU_MIN_STEP = 16  # the same on a CPU, where a token takes about as long in any larger chunk
 FIRST_FACTOR = 4  # before any step is measured, chunks beside running answers have this many times the minimum
-NUM_SPEEDS = 16  # measured steps that count
-LEARN_SHARE = 0.3  # of the tokens that a step may have. Smaller steps mostly read weights, so they are not measured
+NUM_SPEEDS = 16  # latest measured steps that decide the size of the next
+LEARN_SHARE = 0.3  # of the tokens that a step may have. Smaller steps mostly wait for weights, so they are not measured.
 LONG_STEP = 16  # tokens of a step that short prompts need not wait for
 NEW_GRAMMAR_TOKENS = 4  # a row with a new grammar takes as long as this many tokens, because its masks are slow
 MAX_SHORT = 16  # waiting sequences among which short prompts are looked for

@@ -179,10 +179,8 @@ class Scheduler:
         return bool(self._alive or self._in_flight)
 
     def stats(self) -> SchedulerStats:
-        queue_lens = len(self._running), len(self._waiting) + len(self._held)
-        pages = held_pages(self._running, self.layout)
-        num_tokens = sum(len(seq.tokens) for seqs in (self._running, self._waiting, self._held.values()) for seq in seqs)
-        return take_snapshot(queue_lens, num_tokens, self.page_allocator, pages, self.features, self.counters)
+        waiting, pages = [*self._waiting, *self._held.values()], held_pages(self._running, self.layout)
+        return take_snapshot(self._running, waiting, self.page_allocator, pages, self.features, self.counters)
 
     # A step is planned
 

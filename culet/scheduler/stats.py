@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from culet.scheduler.media.features import FeatureLedger
 from culet.scheduler.page_allocator import PageAllocator
+from culet.scheduler.sequence import Sequence
 from culet.types import FinishReason
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of the histogram of step sizes
@@ -119,18 +120,18 @@ class SchedulerStats:
 
 
 def take_snapshot(
-    queue_lens: tuple[int, int],
-    num_tokens: int,
+    running: Collection[Sequence],
+    waiting: Collection[Sequence],
     allocator: PageAllocator,
     held_pages: Mapping[str, int],
     features: FeatureLedger | None,
     counters: Counters,
 ) -> SchedulerStats:
-    """Return the state of a scheduler with this many running and waiting sequences, which have this many tokens."""
+    """Return the state of a scheduler with these sequences."""
     arena, prefix = allocator.arena, allocator.prefix
     return SchedulerStats(
-        num_running=queue_lens[0],
-        num_waiting=queue_lens[1],
+        num_running=len(running),
+        num_waiting=len(waiting),
         num_pages=arena.num_pages,
         num_free_pages=arena.num_free,
         num_resume_point_pages=arena.num_reclaimable,
@@ -139,5 +140,5 @@ def take_snapshot(
         counters=counters.copy(),
         num_features=0 if features is None else features.num_held,
         feature_bytes=0 if features is None else features.num_bytes,
-        num_tokens=num_tokens,
+        num_tokens=sum(len(seq.tokens) for seq in (*running, *waiting)),
     )

@@ -32,10 +32,10 @@ _OTHER_VALUE = re.compile(r"invalid (?:enum )?value (.*)", re.DOTALL)
 _TOOL_TYPE = re.compile(r"tools\[\d+\]\.type")
 _OTHER_TOOL = "the server runs no tools itself, so declare a function, and run it in the client"
 _top_level = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_SIMILAR = 0.88  # of a misspelt field and the one that was meant, by difflib
-_MAX_UNKNOWN = 8  # unknown fields that are compared with known ones, and the length of their names, because it takes time
-_MAX_NAME_CHARS = 64
-_OTHER_FIELDS = frozenset({"models"})  # unknown fields of real clients that are similar to known ones. OpenRouter's are these.
+_SIMILAR = 0.88  # how alike a misspelt name and the right one are at least, as difflib measures it
+# Comparing names takes time, so a request has only this many unknown names compared, and only short ones.
+_MAX_UNKNOWN, _MAX_NAME_CHARS = 8, 64
+_OTHER_FIELDS = frozenset({"models"})  # not misspelt, although they look like it. OpenRouter has this one.
 # The decoder holds the GIL, so two at a time would only stop the event loop for longer.
 decoding_thread = ThreadPoolExecutor(1, "decode")
 

@@ -55,8 +55,8 @@ _MAX_RECEIVED_BYTES = 4 << 20  # between two steps, so that media on their way h
 _MAX_UNSENT_BYTES = 16 << 20  # if the web process lags further behind, wait for it
 _MAX_FAILURES = 3  # the process gives up after this many failed steps without a new token in between
 _FLUSH_LIMIT_S = 5.0
-# Nobody watches the engine before it is ready, so it watches its ranks itself. At start they may be silent for longer than in a
-# step, because importing a library from a slow disk holds Python's lock.
+# Before the engine is ready, nobody else watches its ranks. They may be silent for longer than in a step, because importing a
+# library from a slow disk holds Python's lock.
 _LEAST_RANK_LIMIT_S = 60.0
 _WARM_UP_TOKENS = 4
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
