@@ -203,7 +203,7 @@ class Runner:
 
     @property
     def descriptors(self) -> Sequence[int]:
-        """None, since the runner has no process of its own."""
+        """There is nothing to watch, because the runner has no process of its own."""
         return ()
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ its length. A process is told the name of the function that builds its Runner. E
 process. Results come back in the order of the plans, and a plan may be sent before the result of the previous one has arrived.
 
 Ranks live and die together. If one dies, hangs, or fails in a step, the others wait for it in a reduction, so all are ended.
-A process that builds its Runner sends a sign of life every second, because a build may take as long as it likes.
+A process that builds its Runner sends a sign of life every second, because there is no limit on how long a build may take.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RunStep(Struct, tag="step", frozen=True):
 
 
 class Building(Struct, tag="building", frozen=True):
-    """A sign of life."""
+    """A sign of life from a process that is still building its Runner."""
 
 
 class Built(Struct, tag="built", frozen=True):
@@ -152,7 +152,7 @@ class _RankProcess:
         with theirs:
             self.process = start_bound_process("culet.runner.worker_process", theirs.fileno())
         self.reports: deque[Report] = deque()  # oldest first, without signs of life
-        self.silent_s = 0.0  # how long its next report or sign of life has been awaited
+        self.silent_s = 0.0  # how long this process has waited for its next report or sign of life
         self._frames = FrameReader(report_decoder)
 
     def receive(self) -> None:
@@ -222,7 +222,7 @@ class ProcessWorker:
         return [rank.connection.fileno() for rank in self._ranks]
 
     def check(self) -> None:
-        """Raise WorkerDied if a process has ended. Keep the reports that have arrived."""
+        """Raise WorkerDied if a process has ended. Reports that have arrived are kept for later."""
         self._read(0.0)
 
     def close(self) -> None:
@@ -259,7 +259,8 @@ class ProcessWorker:
     def _receive(self) -> list[Report]:
         """Wait for a report of every rank. Raise if a rank is gone or silent, or if one of several has failed in a step.
 
-        Time in which this process did not run says nothing about the ranks. So a wait adds one period at most to their silence.
+        If this process itself was stopped for a while, that says nothing about the ranks. So each wait counts as at most one
+        period of silence.
         """
         for rank in self._ranks:
             rank.silent_s = 0.0
@@ -275,7 +276,7 @@ class ProcessWorker:
         return [rank.reports.popleft() for rank in self._ranks]
 
     def _read(self, wait_s: float) -> list[_RankProcess]:
-        """Wait until ranks send something, then read it. Return these ranks. Raise if a rank is gone or has failed."""
+        """Wait until some ranks send something, read it, and return these ranks. Raise if a rank is gone or has failed."""
         poll = select.poll()
         for rank in self._ranks:
             if rank.connection.fileno() < 0:

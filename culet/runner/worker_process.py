@@ -77,7 +77,7 @@ def _signs_of_life(connection: socket.socket) -> Iterator[None]:
     done = threading.Event()
 
     def send() -> None:
-        with suppress(OSError):  # the other side is gone, and so is this process soon
+        with suppress(OSError):  # the other side is gone, and this process will end soon
             while not done.wait(SIGN_PERIOD_S):
                 send_message(connection, Building())
 

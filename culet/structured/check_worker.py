@@ -25,7 +25,7 @@ from culet.structured.tool_grammar import expand
 from culet.types import GrammarSpec
 
 _STACK_BYTES = 4 << 20
-_MAX_CALLS = 3000  # of Python inside each other. A schema that nests as deep as it may takes half of them.
+_MAX_CALLS = 3000  # Python's recursion limit. A schema with the greatest depth allowed needs about half of it.
 _PLACE = re.compile(r"^line \d+, column \d+: ")
 
 

@@ -39,7 +39,7 @@ def _with_named_results(messages: Iterable[dict[str, Any]]) -> list[dict[str, An
         found = list(group)
         if role == "tool":
             places = _assign(found, calls)
-            if len(found) < len(calls):  # the model would take each result for that of another call
+            if len(found) < len(calls):  # the model would match results with the wrong calls
                 call = calls[min(set(range(len(calls))) - set(places))]
                 problem = f"messages: the call of {call['function']['name']} with the id {call['id']!r} has no result"
                 raise BadRequest(problem, hint="send a result for each call of a turn, or for none")
@@ -56,7 +56,7 @@ def _with_named_results(messages: Iterable[dict[str, Any]]) -> list[dict[str, An
 
 
 def _move_text_to_calls(messages: list[dict[str, Any]]) -> None:
-    """Join assistant messages after a call with the one that has the call, because templates expect its result next."""
+    """Merge assistant messages after a call into the message with the call. Templates expect the result right after it."""
     later = []
     while not messages[-1].get("tool_calls"):
         later.append(messages.pop())

@@ -179,7 +179,7 @@ class Client:
 
 
 class _Reader:
-    """Fills an answer with the events of its stream."""
+    """Reads the events of a stream into an answer."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -206,7 +206,7 @@ class _Reader:
         answer.text += _text_of(event)
 
     def finish(self) -> None:
-        """Complete the answer when its stream has ended."""
+        """Fill in the lengths and the latency once the stream has ended."""
         answer, usage = self._answer, self._usage
         if answer.error:
             return

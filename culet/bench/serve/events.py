@@ -24,11 +24,11 @@ EventHandler = Callable[[bytes], None]
 
 
 class _Closed(Exception):
-    """The server has closed a connection that had been used before, and has not replied to this request."""
+    """The server closed a connection between two requests, so the request has to be sent again."""
 
 
 class EventClient:
-    """Keeps connections to one server. Each carries one request at a time."""
+    """Sends requests to one server and reuses its connections."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str], timeout_s: float) -> None:
         url = urlsplit(base_url)
@@ -42,7 +42,7 @@ class EventClient:
         self._idle: list[_Connection] = []
 
     def prepare(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """Return the bytes of a POST request. This is not part of the time that a client waits."""
+        """Return the bytes of a POST request. A client calls this before it starts its clock."""
         content = json.dumps(body).encode()
         return f"POST {self._prefix}{path} HTTP/1.1\r\n{self._head}content-length: {len(content)}\r\n\r\n".encode() + content
 
@@ -78,7 +78,7 @@ class EventClient:
 
 
 class _Connection(asyncio.Protocol):
-    """Reads the replies to one request at a time."""
+    """One connection. It carries one request at a time."""
 
     def __init__(self) -> None:
         self.is_open = self._was_used = False
@@ -95,7 +95,7 @@ class _Connection(asyncio.Protocol):
         self._done = asyncio.get_running_loop().create_future()
         self._on_event, self._received, self._line, self._body = on_event, b"", b"", b""
         self._status: int | None = None  # until the head is complete
-        self._left = 0  # bytes of a body without chunks that have not arrived, or -1 if it ends with the connection
+        self._left = 0  # bytes of an unchunked body still to come, or -1 if it ends when the connection does
         self._is_chunked = self._is_last = False
         self._transport.write(request)
         try:
@@ -162,7 +162,7 @@ class _Connection(asyncio.Protocol):
         return True
 
     def _read_rest(self) -> bool:
-        """Take what has arrived of a body without chunks. Return whether it is complete."""
+        """Pass on what has arrived of a body that is not chunked. Return whether the body is complete."""
         data, self._received = self._received, b""
         if self._left >= 0:
             self._left = max(0, self._left - len(data))
@@ -170,7 +170,7 @@ class _Connection(asyncio.Protocol):
         return self._left == 0
 
     def _read_chunks(self) -> bool:
-        """Take the chunks that have arrived. Return whether the body is complete."""
+        """Pass on the chunks that have arrived. Return whether the body is complete."""
         begin, data = 0, self._received
         while (end := data.find(b"\r\n", begin)) >= 0:
             size = int(data[begin:end].partition(b";")[0], 16)
@@ -188,7 +188,7 @@ class _Connection(asyncio.Protocol):
         return False
 
     def _take(self, data: bytes) -> None:
-        """Pass complete events on, or keep the body of an error."""
+        """Call the handler with each complete event. Keep the body if the reply is an error."""
         if self._status != 200:
             self._body += data
             return

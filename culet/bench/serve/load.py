@@ -111,10 +111,10 @@ async def run(load: Load, report: Callable[[int], None] = lambda done: None) -> 
     try:
         model = await client.check()
         pool = [] if load.is_chat else await client.pool()
-        # The first request has a prompt of its own, so that none of the others is in the server's cache.
-        *prompts, own = make_prompts(replace(load, num_prompts=load.num_prompts + 1), pool)
+        # Warm-ups have a prompt of their own, so that the server has cached none of the measured ones.
+        *prompts, warm_up = make_prompts(replace(load, num_prompts=load.num_prompts + 1), pool)
         for _ in range(load.num_warmups):
-            first = await client.ask(own, model)
+            first = await client.ask(warm_up, model)
             if first.error:
                 raise ConfigError(f"the first request failed: {first.error}", hint="check the server's log")
         chats = Chats(client, model, load)

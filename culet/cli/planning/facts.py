@@ -87,7 +87,7 @@ class Facts:
 
     @property
     def rank_memory_bytes(self) -> int:
-        """The memory of each rank: that of its GPU, or its part of the machine's memory, which ranks on a CPU share."""
+        """The memory of each rank: that of its GPU. On a CPU, all ranks share the machine's memory equally."""
         return self.gpu.memory_bytes if self.gpu.arch.is_gpu else self.gpu.memory_bytes // self.num_ranks
 
     @property

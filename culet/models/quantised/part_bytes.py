@@ -31,7 +31,7 @@ class Linear:
     num_rows: int
     num_columns: int
     count: int = 1  # how many modules are like this one
-    column_parts: int = 1  # into how many parts ranks can cut its columns; 1 if they share its rows
+    column_parts: int = 1  # how many ranks can share its columns; 1 if ranks share its rows instead
 
 
 def linears(spec: ModelSpec) -> Iterator[Linear]:
@@ -136,7 +136,7 @@ def _cut_group(spec: ModelSpec, config: Mapping[str, Any], precision: str, num_r
 
 
 def _column_unit(scheme: Scheme) -> int:
-    """Return how many columns of a stored matrix can only be read together."""
+    """Return the number of columns that are stored together, in a group or a packed word."""
     if scheme.kind == "nvfp4":
         return _NVFP4_GROUP
     if scheme.kind == "fp8":

@@ -16,10 +16,10 @@ Whoever misses messages asks the replay socket. A request is `[b"", start number
 
 An engine that is started again has an empty cache, and its subscribers must forget what they know of it:
 
-- The first event is `AllBlocksCleared`. It waits until the subscribers of the earlier process have connected again. The first
-  batch with blocks repeats it, for those who took longer.
-- Numbers begin with the time of the start, so they are above those of the earlier process. Whoever follows them sees a gap, and
-  the replay begins with `AllBlocksCleared`.
+- The first event is `AllBlocksCleared`. It is sent once the subscribers of the earlier process have had time to reconnect. The
+  first batch with blocks repeats it, for those that took longer.
+- Numbers begin with the time of the start, so they are higher than those of the earlier process. A subscriber that follows them
+  sees a gap and asks for a replay, which begins with `AllBlocksCleared`.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class KVEventPublisher:
         self._config, self._rank = config, rank
         self._maker = EventMaker(block_tokens)
         self._queue: queue.Queue[list[PrefixChange] | None] = queue.Queue(config.max_queue_size)
-        self._first: list[tuple[int, bytes]] = []  # the first message, which is kept for as long as this runs
+        self._first: list[tuple[int, bytes]] = []  # the first message, which is always kept
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)  # those after it
         # Microseconds, because no engine sends a million batches per second. This is below 2**53, so JSON can carry it too.
         self._next_number = time.time_ns() // 1000
@@ -292,7 +292,7 @@ class KVEventPublisher:
         self._context.destroy(linger=0)
 
     def _run(self) -> None:
-        time.sleep(_RECONNECT_S)  # an earlier process may have published here, and a message now would miss its subscribers
+        time.sleep(_RECONNECT_S)  # the subscribers of an earlier process need this long to reconnect
         self._first.append(self._send([_CLEARED]))
         repeated = [_CLEARED]
         while True:

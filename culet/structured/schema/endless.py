@@ -1,7 +1,7 @@
-"""Find the rules of a grammar that no finite text fits, such as that of an object with a required property of its own kind.
+"""Find the rules of a grammar that never end. An object that must contain another object of the same kind has such a rule.
 
-A rule can end if one of its alternatives consists only of literals, terminals and rules that can end. Parts that may be left
-out do not matter. This reads the notation of `rules`, and only that.
+A rule can end if one of its alternatives consists only of literals, terminals and rules that can end. Optional parts do not
+matter. This module reads only the notation that `rules` writes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _EMBEDDED = "%json"  # A schema inside a rule is the whole rule. It is a number.
 _NEVER = "NEVER"
 _LITERAL = ""  # stands for a part that can always end
 
-# Alternatives, each with the names and groups in it that cannot be left out. A group is alternatives as well.
+# A list of alternatives. Each is a list of the names and groups that it requires, and a group is again a list of alternatives.
 _Body: TypeAlias = "list[list[str | _Body]]"
 
 
 def endless_rules(rules: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of the rules that cannot end. Names without a rule can, but for NEVER."""
+    """Return the names of the rules that cannot end. A name without a rule of its own is taken to end, except NEVER."""
     bodies: dict[str, _Body] = {}
     users = defaultdict[str, list[str]](list)  # the rules in which a name occurs
     for name, text in rules.items():

@@ -81,10 +81,10 @@ def range_body(low: Bound | None, high: Bound | None, *, whole: bool) -> str | N
 
 
 def _nearest_inside(bound: Bound | None, direction: float) -> Bound | None:
-    """Return an open bound as a closed one, which is the next number of double precision in the range.
+    """Replace an open bound by a closed one: the nearest double inside the range.
 
-    Whoever reads a number rounds it to double precision. 0.99999999999999999 is below 1, but it is read as 1. Zero stays open,
-    because the numbers next to it have hundreds of digits, and shorter ones are not rounded to it.
+    JSON parsers round numbers to doubles. 0.99999999999999999 is below 1, but parsers read it as 1. A bound of zero stays open,
+    because the doubles next to it have hundreds of digits, and no shorter number is rounded to zero.
     """
     if bound is None or not bound.is_open or not bound.value or abs(bound.value) >= _MAX_DOUBLE:
         return bound

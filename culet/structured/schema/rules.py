@@ -85,9 +85,9 @@ class Rules:
         self._open: dict[tuple[int, ...], str] = {}  # schemas that are being written, and the rule's name if it is needed
         self._has_cycle = False
         self._endless: frozenset[tuple[int, ...]] = frozenset()  # schemas that no value of finite size fits
-        self._depth = 0  # how many objects and arrays the current value is in
+        self._depth = 0  # the number of objects and arrays around the current value
         self._deepest = 0  # the greatest depth in the schema that is being written
-        self._levels: dict[tuple[int, ...], int] = {}  # of written schemas: objects and arrays, with the one around it
+        self._levels: dict[tuple[int, ...], int] = {}  # the depth of each written schema, with the value around it
 
     def text(self) -> str:
         return "".join(f"{name}: {body}\n" for name, body in self._rules.items())
@@ -448,7 +448,7 @@ def _nesting(value: object) -> int:
 
 
 def _in_order(keys: Iterable[str]) -> list[str]:
-    """Sort keys as the chat template does (Jinja's filter `dictsort`). Those that differ only in case keep their order."""
+    """Sort keys as Jinja's `dictsort` does in the chat template. Keys that differ only in case keep their order."""
     return sorted(keys, key=str.lower)
 
 

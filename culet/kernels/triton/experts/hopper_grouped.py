@@ -61,7 +61,7 @@ MANY_TOKENS = 6144  # from this many tokens on, MANY is used
 
 @triton.jit
 def _tile_kernel(counts, tiles, E: tl.constexpr, BLOCK_E: tl.constexpr, TILE: tl.constexpr):
-    """List the tiles. First comes their number, then the expert, the first assignment and the number of real rows of each."""
+    """List the tiles: how many there are, then the expert, the first assignment and the number of real rows of each."""
     experts = tl.arange(0, BLOCK_E)
     number = tl.load(counts + experts, mask=experts < E, other=0)
     own = (number + TILE - 1) // TILE
@@ -159,7 +159,7 @@ def _up_kernel(
     D: gl.constexpr, F: gl.constexpr, TOP_K: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Compute gelu(gate) * up, tile by tile. Program p of n takes tiles p, p + n, p + 2n and so on."""
+    """Compute gelu(gate) * up, tile by tile. Of n programs, program p computes tiles p, p + n, p + 2n and so on."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     NUM_OUTPUT_TILES: gl.constexpr = (F + BN - 1) // BN
     dtype: gl.constexpr = W.dtype
@@ -248,7 +248,7 @@ def _down_kernel(
     H, W, Y, tiles,
     D: gl.constexpr, F: gl.constexpr, M: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply by the down weights, tile by tile. Program p of n takes tiles p, p + n, p + 2n and so on."""
+    """Multiply by the down weights, tile by tile. Of n programs, program p computes tiles p, p + n, p + 2n and so on."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     NUM_OUTPUT_TILES: gl.constexpr = (D + BN - 1) // BN
     dtype: gl.constexpr = H.dtype
@@ -268,7 +268,7 @@ def _down_kernel(
 
 
 def supports(x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> bool:
-    """Return whether these kernels can take such inputs and weights. The number of tokens does not matter."""
+    """Return whether these kernels support the inputs and weights, for any number of tokens."""
     if x_TD.shape[1] % DEPTH or down_EDF.shape[2] % 8:
         return False
     return all(weight.is_contiguous() and can_bulk_copy(x_TD, weight.flatten(0, 1)) for weight in (gate_up_EFD, down_EDF))
@@ -277,7 +277,7 @@ def supports(x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor) -> bool:
 def describe_hopper_grouped(
     x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, y_TD: Tensor, **extra: Any
 ) -> list[Launch]:
-    """Return the five launches for these tensors. `extra` may have tile_sizes (TileSizes) and pdl."""
+    """Return the five launches for these tensors. `extra` may set `tile_sizes` (TileSizes) and `pdl`."""
     num_tokens, top_k = ids_TK.shape
     num_experts, size, width = down_EDF.shape
     assigned, rows, device = num_tokens * top_k, 2 * ROWS, x_TD.device
