@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ import tokenizers
 from culet.errors import BadRequest, CheckpointError
 
 BOS_TOKEN = "<bos>"
+_LOCAL = {None, "Replace", "Split"}  # steps whose result for a text does not depend on what is around it
 _HINT = "copy tokenizer.json from the model's page on the Hugging Face Hub into the folder, or use --skip-tokenizer-init"
 
 
@@ -44,6 +46,7 @@ class Tokenizer:
         self._control_tokens = tuple(
             token.content for token_id, token in added.items() if token_id in self._special_ids or _looks_special(token.content)
         )
+        self._border = _find_borders(self._tokenizer, self._control_tokens)
         self._pieces: dict[int, bytes] = {}
 
     @property
@@ -81,6 +84,10 @@ class Tokenizer:
             return self.encode(text)
         borders = [0, *cuts, len(text)]
         return [token_id for begin, end in pairwise(borders) for token_id in self.encode(text[begin:end])]
+
+    def borders(self, text: str) -> list[int]:
+        """Return positions at which `text` can be cut without a change of its token ids. They are those of control tokens."""
+        return [] if self._border is None else [found.start() for found in self._border.finditer(text)]
 
     def _encode(self, text: str) -> list[int]:
         try:  # this call releases the GIL, and it is faster than `encode`, which also computes offsets
@@ -149,6 +156,7 @@ class NoTokenizer(Tokenizer):
         self._vocab_size = vocab_size
         self._special_ids = frozenset()
         self._control_tokens = ()
+        self._border = None
         self._pieces = {}
 
     @property
@@ -180,6 +188,37 @@ def make_tokenizer(folder: Path, vocab_size: int, *, is_random: bool, is_skipped
 def _looks_special(text: str) -> bool:
     """Return whether a token is written like Gemma 4's control tokens, such as `<|turn>`, even if it is not marked as one."""
     return (text.startswith("<|") and text.endswith(">")) or (text.startswith("<") and text.endswith("|>"))
+
+
+def _find_borders(tokenizer: tokenizers.Tokenizer, control_tokens: Sequence[str]) -> re.Pattern[str] | None:
+    """Return a pattern for control tokens before which a text can be cut, or None if there are none.
+
+    Such tokens are taken out of a text before anything else happens to it, whatever is around them, and none of them overlaps
+    with another one. The text between them must be encoded the same way wherever it is.
+    """
+    if not {_kind(tokenizer.normalizer), _kind(tokenizer.pre_tokenizer)} <= _LOCAL:
+        return None
+    added = tokenizer.get_added_tokens_decoder().values()
+    taken_out = {token.content for token in added if not token.normalized}
+    plain = {token.content for token in added if not (token.normalized or token.lstrip or token.rstrip or token.single_word)}
+    chosen = [text for text in control_tokens if text in plain and not any(_overlap(other, text) for other in taken_out)]
+    return re.compile("|".join(map(re.escape, chosen))) if chosen else None
+
+
+def _kind(part: Any) -> str | None:
+    """Return the type of a part of a tokenizer, as in tokenizer.json."""
+    return None if part is None else json.loads(part.__getstate__())["type"]
+
+
+def _overlap(other: str, token: str) -> bool:
+    """Return whether an occurrence of `other` can contain the beginning of `token` without being the same."""
+    begin = other.find(token[0])
+    while begin >= 0:
+        rest = other[begin:]
+        if other != token and (rest.startswith(token) or token.startswith(rest)):
+            return True
+        begin = other.find(token[0], begin + 1)
+    return False
 
 
 def _read_decoder(tokenizer: tokenizers.Tokenizer, path: Path) -> tuple[list[tuple[str, str]], bool]:

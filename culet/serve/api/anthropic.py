@@ -43,7 +43,7 @@ from culet.serve.api.fields import (
     thinking_of,
 )
 from culet.serve.api.refused import Refused, refuse_unsupported
-from culet.serve.generation import Generation
+from culet.serve.generation import Generation, Origin
 from culet.serve.http_errors import error_body, reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
@@ -181,8 +181,8 @@ async def messages(service: Service, request: Request) -> Response:
     body = await read_body(service, request, MessagesRequest)
     model = service.check_model(body.model)
     origin = origin_of(request, cache_salt=body.cache_salt)
-    prepared = await _prepare(service, body)
-    open_generation = partial(prepared.open, ENDPOINT, origin)
+    prepared = await _prepare(service, origin, body)
+    open_generation = partial(prepared.open, ENDPOINT)
     shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
     if body.stream:
         writer = _Writer(model, shows_thoughts)
@@ -216,7 +216,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     return json_response(TokenCount(len(prompt.token_ids)))
 
 
-async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
+async def _prepare(service: Service, origin: Origin, body: MessagesRequest) -> PreparedChat:
     check_single(body)
     for index, edit in enumerate(body.context_management.edits if body.context_management is not None else ()):
         if not edit.type.startswith(_THOUGHT_EDIT):
@@ -246,6 +246,7 @@ async def _prepare(service: Service, body: MessagesRequest) -> PreparedChat:
     messages = _openai_messages(body)
     return await prepare(
         service,
+        origin,
         messages,
         params,
         tools=_tools(body),

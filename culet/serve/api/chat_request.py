@@ -32,6 +32,7 @@ class PreparedChat:
     """A chat request that is ready to be submitted."""
 
     service: Service
+    origin: Origin
     prompt: ExpandedPrompt
     params: SamplingParams
     tools: Sequence[Mapping[str, Any]] = ()
@@ -39,7 +40,7 @@ class PreparedChat:
     calls_hold: bool = False  # a grammar holds tool calls to their form, so their parts can be sent before they are complete
     unmarked_calls: bool = False  # calls count without the tokens around them
 
-    def open(self, endpoint: str, origin: Origin) -> Generation:
+    def open(self, endpoint: str) -> Generation:
         """Submit the request. The caller must read the generation and close it (`async with`)."""
         make_output = partial(
             chat_output,
@@ -55,7 +56,7 @@ class PreparedChat:
             self.params,
             make_output,
             endpoint=endpoint,
-            origin=origin,
+            origin=self.origin,
         )
 
 
@@ -79,6 +80,7 @@ async def check_chat(service: Service, messages: Sequence[object], tools: Sequen
 
 async def prepare(
     service: Service,
+    origin: Origin,
     messages: Sequence[Mapping[str, Any] | Struct],
     params: SamplingParams,
     *,
@@ -131,6 +133,7 @@ async def prepare(
         options=options,
         continued=continued,
         media=media,
+        salt=origin.cache_salt,
     )
     call_id = service.tokenizer.token_id(_OPEN_CALL)
     if tool_choice == "none" and tools and call_id is not None:
@@ -138,7 +141,7 @@ async def prepare(
     if clamp or service.settings.clamp_max_tokens:
         params = service.clamp(params, len(prompt.token_ids))
     unmarked = service.settings.unmarked_tool_calls if unmarked_tool_calls is None else unmarked_tool_calls
-    return PreparedChat(service, prompt, params, offered, single_call, calls_hold, unmarked)
+    return PreparedChat(service, origin, prompt, params, offered, single_call, calls_hold, unmarked)
 
 
 def prefilled(message: Mapping[str, Any]) -> str | None:

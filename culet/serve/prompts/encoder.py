@@ -14,6 +14,7 @@ from culet.line_process import Stopper
 from culet.media.parts import MediaOptions, TakenMedia, count_bytes, take_media
 from culet.media.prompt import ExpandedPrompt, expand_prompt
 from culet.media.reader import MediaReader
+from culet.serve.prompts.piece_memory import PieceMemory
 from culet.text.template import Chat, ChatTemplate
 from culet.text.text_queue import SHORT_BYTES, TextQueue, request_bytes
 from culet.text.tokenizer import Tokenizer
@@ -41,6 +42,7 @@ class PromptEncoder:
         `prompt_bytes` is the most JSON per token of the context.
         """
         self._tokenizer, self._template, self._media, self._texts = tokenizer, template, media, texts
+        self._pieces = PieceMemory(tokenizer)
         self._max_len, self._prompt_bytes, self._enable_thinking = max_len, prompt_bytes, enable_thinking
 
     async def encode_chat(
@@ -53,11 +55,13 @@ class PromptEncoder:
         options: Mapping[str, Any] | None = None,
         continued: str | None = None,
         media: MediaOptions | None = None,
+        salt: str | None = None,
     ) -> ExpandedPrompt:
         """Render a conversation with the chat template and return its token ids and media.
 
         If `enable_thinking` is None, the server's default applies. Arguments of tool calls may be JSON. `continued` is that of
-        `Chat`.
+        `Chat`. `salt` is that of the cached prefixes. Only prompts with the same salt share what is remembered of their texts.
+        Without one, nothing is remembered.
         """
         thinking = self._enable_thinking if enable_thinking is None else enable_thinking
         limit = self._max_len()
@@ -74,7 +78,10 @@ class PromptEncoder:
             if stopper.is_stopped:  # the client has left
                 return []
             self._check_length(rendered.text, limit)
-            token_ids = self._tokenizer.encode_pieces(rendered.text, rendered.cuts)
+            if salt is None:
+                token_ids = self._tokenizer.encode_pieces(rendered.text, rendered.cuts)
+            else:
+                token_ids = self._pieces.encode(rendered.text, rendered.cuts, salt)
             taken.check_shown(token_ids, self._media.spec)
             return token_ids
 

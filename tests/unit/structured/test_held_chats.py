@@ -51,7 +51,9 @@ def chat(grammars: Grammars, **fields: Any) -> PreparedChat:
         prompts=SimpleNamespace(encode_chat=encode_chat),
         tokenizer=SimpleNamespace(token_id=lambda name: 7),
     )
-    return asyncio.run(prepare(service, [{"role": "user", "content": "Hi"}], SamplingParams(), tools=TOOLS, **fields))
+    origin: Any = SimpleNamespace(cache_salt="")
+    messages = [{"role": "user", "content": "Hi"}]
+    return asyncio.run(prepare(service, origin, messages, SamplingParams(), tools=TOOLS, **fields))
 
 
 def test_calls_of_auto_are_held() -> None:

@@ -95,8 +95,8 @@ async def chat(service: Service, request: Request) -> Response:
     if not body.messages:  # a request to load the model
         read_params(service, body)  # refuses a `prompt`, which would be ignored
         return lines.nothing()
-    prepared = await _prepare_chat(service, body)
-    open_generation = partial(prepared.open, CHAT, origin_of(request, cache_salt=body.cache_salt))
+    prepared = await _prepare_chat(service, origin_of(request, cache_salt=body.cache_salt), body)
+    open_generation = partial(prepared.open, CHAT)
     return await _answer(service, request, body, open_generation, lines)
 
 
@@ -117,17 +117,19 @@ async def generate(service: Service, request: Request) -> Response:
         system = [{"role": "system", "content": body.system}] if body.system else []
         asked: dict[str, Any] = {"role": "user", "content": with_images(body.prompt, body.images, "images")}
         messages = [*system, asked]
-        prepared = await prepare(service, messages, params, enable_thinking=read_thinking(service, body).is_on, clamp=True)
-        open_generation = partial(prepared.open, GENERATE, origin)
+        is_thinking = read_thinking(service, body).is_on
+        prepared = await prepare(service, origin, messages, params, enable_thinking=is_thinking, clamp=True)
+        open_generation = partial(prepared.open, GENERATE)
     return await _answer(service, request, body, open_generation, lines)
 
 
-async def _prepare_chat(service: Service, body: OllamaChatRequest) -> PreparedChat:
+async def _prepare_chat(service: Service, origin: Origin, body: OllamaChatRequest) -> PreparedChat:
     params = read_params(service, body)
     await check_chat(service, body.messages or (), ())  # before they are converted
     messages = read_messages(body)
     return await prepare(
         service,
+        origin,
         messages,
         params,
         tools=[tool_fields(tool) for tool in body.tools or ()],

@@ -23,7 +23,7 @@ from culet.media.sources import MediaSource
 from culet.serve.api.chat_request import PreparedChat, prepare
 from culet.serve.api.endpoint import SMALL_BODY, Endpoint, decoding_thread, encoder, json_response, origin_of
 from culet.serve.api.fields import MAX_TEXT, Temperature
-from culet.serve.generation import Generation
+from culet.serve.generation import Generation, Origin
 from culet.serve.http.forms import FORM, Form, read_form
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
@@ -102,8 +102,8 @@ async def transcribe(service: Service, request: Request) -> Response:
     name = _LANGUAGES.get((fields.language or "").lower(), fields.language)
     language = f"in {name} into {name} text" if name else "in its original language"
     task = f"Transcribe the following speech segment {language}. Write only the transcription, without newlines."
-    prepared = await _prepare(service, fields, recording, task)
-    open_generation = partial(prepared.open, TRANSCRIPTIONS, origin_of(request))
+    prepared = await _prepare(service, origin_of(request), fields, recording, task)
+    open_generation = partial(prepared.open, TRANSCRIPTIONS)
     if not fields.stream:
         return await _answer(request, fields, prepared, open_generation)
     if fields.response_format != "json":
@@ -115,8 +115,8 @@ async def translate(service: Service, request: Request) -> Response:
     """Write in English what is said in a recording."""
     fields, recording = await _read(service, request, TranslationRequest)
     task = "Translate the following speech segment into English. Write only the translation, without newlines."
-    prepared = await _prepare(service, fields, recording, task)
-    return await _answer(request, fields, prepared, partial(prepared.open, TRANSLATIONS, origin_of(request)))
+    prepared = await _prepare(service, origin_of(request), fields, recording, task)
+    return await _answer(request, fields, prepared, partial(prepared.open, TRANSLATIONS))
 
 
 async def _read(service: Service, request: Request, kind: type[T]) -> tuple[T, MediaSource]:
@@ -148,11 +148,13 @@ def _fields(form: Form, kind: type[T]) -> T:
         raise BadRequest(f"{place.rstrip('`') or 'body'}: {problem[:1].lower()}{problem[1:500]}") from None
 
 
-async def _prepare(service: Service, fields: TranslationRequest, recording: MediaSource, task: str) -> PreparedChat:
+async def _prepare(
+    service: Service, origin: Origin, fields: TranslationRequest, recording: MediaSource, task: str
+) -> PreparedChat:
     guide = f"\nThis text shows the style and the names to expect: {fields.prompt}" if fields.prompt else ""
     parts: list[dict[str, Any]] = [{"type": "audio", "audio": recording}, {"type": "text", "text": task + guide}]
     messages = [{"role": "user", "content": parts}]
-    return await prepare(service, messages, SamplingParams(temperature=fields.temperature), enable_thinking=False)
+    return await prepare(service, origin, messages, SamplingParams(temperature=fields.temperature), enable_thinking=False)
 
 
 async def _answer(

@@ -40,7 +40,7 @@ from culet.serve.api.fields import (
 )
 from culet.serve.api.openai.answers import ChatLogprobs, Usage, chat_entries, chat_size, usage_of
 from culet.serve.api.refused import Refused
-from culet.serve.generation import Generation
+from culet.serve.generation import Generation, Origin
 from culet.serve.service import Service
 from culet.serve.streams import DONE, EventStream, run_all
 from culet.text.messages import continued_text
@@ -185,8 +185,8 @@ async def chat(service: Service, request: Request) -> Response:
     body = await read_body(service, request, ChatRequest)
     model = service.check_model(body.model)
     origin = origin_of(request, priority=body.priority, cache_salt=body.cache_salt)
-    prepared = await _prepare(service, body)
-    open_generation = partial(prepared.open, ENDPOINT, origin)
+    prepared = await _prepare(service, origin, body)
+    open_generation = partial(prepared.open, ENDPOINT)
     num_top = prepared.params.logprobs
     if body.stream:
         chunks = _Chunks(service, model, prepared.params, body.stream_options or StreamOptions())
@@ -253,7 +253,7 @@ class _LogprobLists:
                 yield
 
 
-async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
+async def _prepare(service: Service, origin: Origin, body: ChatRequest) -> PreparedChat:
     if body.top_logprobs and not body.logprobs:
         raise BadRequest("top_logprobs: only allowed with logprobs", hint="set logprobs to true")
     max_tokens = shortest(body.max_completion_tokens, body.max_tokens)
@@ -273,6 +273,7 @@ async def _prepare(service: Service, body: ChatRequest) -> PreparedChat:
     last_text = continued(body.messages, is_asked=body.continue_final_message, add_generation_prompt=body.add_generation_prompt)
     prepared = await prepare(
         service,
+        origin,
         body.messages,
         params,
         tools=[tool_fields(tool) for tool in body.tools or ()],

@@ -104,8 +104,8 @@ async def responses(service: Service, request: Request) -> Response:
     model = service.check_model(body.model)
     origin = origin_of(request, cache_salt=body.cache_salt)
     given = messages_of(body, service.limits.messages)
-    prepared = await _prepare(service, body, [*_earlier(service, body, origin), *given])
-    open_generation = partial(prepared.open, ENDPOINT, origin)
+    prepared = await _prepare(service, origin, body, [*_earlier(service, body, origin), *given])
+    open_generation = partial(prepared.open, ENDPOINT)
     answer = _new_answer(model, body, is_stored=service.settings.store_responses and body.store is not False)
     keep = partial(_keep, service, origin.caller.name, given)
     if body.stream:
@@ -171,7 +171,9 @@ def _keep(
     return msgspec.structs.replace(answer, store=service.stored.add(key, answer.id, stored))
 
 
-async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> PreparedChat:
+async def _prepare(
+    service: Service, origin: Origin, body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]
+) -> PreparedChat:
     if body.background:
         raise UnsupportedError("background: not supported", hint="use stream instead")
     for name in body.include or ():
@@ -200,6 +202,7 @@ async def _prepare(service: Service, body: ResponsesRequest, messages: Sequence[
     ]
     return await prepare(
         service,
+        origin,
         messages,
         params,
         tools=tools,
