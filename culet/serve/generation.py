@@ -82,7 +82,7 @@ class Generation:
             media=prompt.spans,
             items=prompt.items,
         )
-        self.num_starts = 0  # how often the request has started over, because an engine died
+        self._num_starts = 0  # as of the last deltas that were read
         self._make_sample = partial(make_output, self._stream.request, params)
         self.samples = [self._make_sample() for _ in range(params.n)]
         self._finished.max_tokens = self._stream.request.max_tokens
@@ -132,15 +132,22 @@ class Generation:
                 f"the request waited {limit_s:g} s in the queue and produced no token", hint="try again later"
             ) from None
         while deltas is not None:
+            num_starts = self.num_starts
             for begin in range(0, len(deltas), _BATCH):
                 if begin:
                     await asyncio.sleep(0)  # many have arrived while the caller was busy, so let others run in between
-                yield self._read(deltas[begin : begin + _BATCH])
+                if self.num_starts == num_starts:  # otherwise these are from an engine that died
+                    yield self._read(deltas[begin : begin + _BATCH])
             deltas = await anext(self._stream, None)
 
-    def allow_start_over(self) -> None:
-        """Let the request start over if the engine dies, even after tokens were read. The client must not have seen any."""
-        self._stream.is_private = True
+    @property
+    def num_starts(self) -> int:
+        """How often the request has started over because an engine died. What was read before then no longer counts."""
+        return self._stream.num_starts
+
+    def mark_seen(self) -> None:
+        """Note that the client is about to see a part of the answer. From now on, the request fails if the engine dies."""
+        self._stream.is_seen = True
 
     def take_prompt_logprobs(self) -> list[Logprobs]:
         """Return the log-probabilities of the prompt that have arrived since the last call."""
@@ -165,7 +172,7 @@ class Generation:
         return self._finished.queue_s
 
     def _read(self, deltas: Sequence[TokenDelta]) -> list[OutputDelta]:
-        if self._stream.num_starts != self.num_starts:
+        if self.num_starts != self._num_starts:
             self._start_over()
         outputs = []
         for delta in deltas:
@@ -176,7 +183,7 @@ class Generation:
 
     def _start_over(self) -> None:
         """Forget everything that was read from an engine that died."""
-        self.num_starts = self._stream.num_starts
+        self._num_starts = self.num_starts
         self.samples = [self._make_sample() for _ in self.samples]
         self._prompt_logprobs, self.num_cached, self._finished.gaps = [], 0, TokenGaps()
 

@@ -102,10 +102,10 @@ class EventStream(Response):
         try:
             if len(generations) == 1:
                 async for deltas in generations[0].deltas():
-                    await self._send_written(send, self._write(0, generations[0], deltas))
+                    await self._write_deltas(send, 0, generations[0], deltas)
             else:
                 async for index, deltas in _interleave(generations):
-                    await self._send_written(send, self._write(index, generations[index], deltas))
+                    await self._write_deltas(send, index, generations[index], deltas)
             last = self._end(generations)
         except CuletError as error:
             if not self._has_started:
@@ -114,7 +114,11 @@ class EventStream(Response):
             last = self._write_error(error)
         await self._send(send, last, is_last=True)
 
-    async def _send_written(self, send: Send, written: bytes | AsyncIterator[bytes]) -> None:
+    async def _write_deltas(self, send: Send, index: int, generation: Generation, deltas: list[OutputDelta]) -> None:
+        """Write and send deltas. Those without text leave no trace, so the request may still start over after them."""
+        written = self._write(index, generation, deltas)
+        if written:
+            generation.mark_seen()
         if isinstance(written, bytes):
             await self._send(send, written)
             return
@@ -173,26 +177,27 @@ def _openai_error_event(error: CuletError) -> bytes:
 
 async def _interleave(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, list[OutputDelta]]]:
     """Yield (index, deltas) from several generations, in order of arrival."""
-    queue: asyncio.Queue[tuple[int, list[OutputDelta] | Exception | None]] = asyncio.Queue(len(generations))
+    # The last part says how often the generation had started over.
+    queue: asyncio.Queue[tuple[int, list[OutputDelta] | Exception | None, int]] = asyncio.Queue(len(generations))
 
     async def pump(index: int, generation: Generation) -> None:
         try:
             async for deltas in generation.deltas():
-                await queue.put((index, deltas))
-            await queue.put((index, None))
+                await queue.put((index, deltas, generation.num_starts))
+            await queue.put((index, None, generation.num_starts))
         except Exception as error:
-            await queue.put((index, error))
+            await queue.put((index, error, generation.num_starts))
 
     tasks = [asyncio.create_task(pump(index, generation)) for index, generation in enumerate(generations)]
     try:
         num_running = len(tasks)
         while num_running:
-            index, deltas = await queue.get()
+            index, deltas, num_starts = await queue.get()
             if isinstance(deltas, Exception):
                 raise deltas
             if deltas is None:
                 num_running -= 1
-            else:
+            elif num_starts == generations[index].num_starts:  # otherwise the engine died while they waited here
                 yield index, deltas
     finally:
         for task in tasks:
@@ -222,7 +227,6 @@ async def run_all(
     """Submit generations and wait until all have ended. Cancel them if the client disconnects."""
 
     async def run(index: int, generation: Generation) -> None:
-        generation.allow_start_over()
         num_starts = 0
         async for deltas in generation.deltas():
             if builder is None:

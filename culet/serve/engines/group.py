@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from culet.cache.content import PrefixContent
@@ -74,7 +75,7 @@ class Engines:
             )
             name = "the engine" if size == 1 else f"engine {rank}"
             engine = SupervisedEngine(start, settings, limits, name=name, environment=environment)
-            engine.on_give_up = self._on_give_up
+            engine.on_give_up = partial(self._on_give_up, engine)
             self.parts.append(engine)
 
     @property
@@ -147,7 +148,7 @@ class Engines:
         ready = self._ready
         if not ready:
             raise self.parts[0].client.death()
-        return (ready[0] if len(ready) == 1 else self._choose(ready, request)).client.submit(request)
+        return self._choose(ready, request).client.submit(request)
 
     def fail_all(self, error: CuletError) -> None:
         """End every running request with `error`."""
@@ -156,6 +157,8 @@ class Engines:
                 engine.client.fail_all(error)
 
     def _choose(self, ready: list[SupervisedEngine], request: Request) -> SupervisedEngine:
+        if len(ready) == 1:
+            return ready[0]
         turn = self._num_submitted % len(ready)  # so that idle engines take turns
         self._num_submitted += 1
         ready = [*ready[turn:], *ready[:turn]]
@@ -174,12 +177,16 @@ class Engines:
         ]
         return ready[ranked(candidates, len(tokens), request.n)[0]]
 
-    def _on_give_up(self, error: CuletError) -> None:
-        """Go on with the other engines. The server ends when none is left."""
-        if all(engine.is_given_up for engine in self.parts):
+    def _on_give_up(self, engine: SupervisedEngine, error: CuletError) -> None:
+        """Go on with the other engines, which take the requests that can start over. The server ends when none is left."""
+        left = [part for part in self.parts if not part.is_given_up]
+        if not left:
             self.on_exit(error)
-        else:
-            logger.error("the server goes on with %d of %d engines", len(self._ready), len(self.parts))
+            return
+        logger.error("the server goes on with %d of %d engines", len(left), len(self.parts))
+        ready = [part for part in left if part.is_ready]
+        for stream in engine.client.give_away():
+            (self._choose(ready, stream.request) if ready else left[0]).client.take(stream)
 
 
 async def _outcome(engine: SupervisedEngine) -> CuletError | None:

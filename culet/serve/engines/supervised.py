@@ -134,8 +134,8 @@ class SupervisedEngine:
                 logger.info("%s is ready again", self.name)
                 return
         self.is_given_up = True
+        self.on_give_up(error)  # other engines may take the requests
         self.client.fail_all(WorkerDied("the engine died and is not restarted any more", hint="use another replica"))
-        self.on_give_up(error)
 
     async def _watch(self, client: EngineClient, silence: watchdog.Watchdog) -> None:
         """Kill an engine that hangs in a step."""

@@ -57,9 +57,9 @@ class TokenStream:
     """The tokens of one request, as an async iterator. Each item is a list of the deltas since the previous one.
 
     It ends when all samples have ended, and raises if the engine refuses the request. Closing it cancels the samples that are
-    still running. If the engine dies before anything was read, the request starts over in the next engine. Otherwise the
-    stream raises. If `is_private`, the client sees nothing before the end, so the request can always start over. The reader
-    must then forget what it has read whenever `num_starts` has changed.
+    still running. If the engine dies, the request starts over in the next one, and the reader must forget what it has read
+    whenever `num_starts` has changed. Before the client is sent a part of the answer, the reader must set `is_seen`. From then
+    on the stream raises if the engine dies.
     """
 
     def __init__(self, client: Canceller, request: Request) -> None:
@@ -67,10 +67,9 @@ class TokenStream:
         self.submitted_at = time.monotonic()
         self.first_token_at: float | None = None
         self.client = client
-        self.is_private = False
+        self.is_seen = False  # the client has a part of the answer, so no other engine can give it another answer
         self.num_starts = 0
         self.num_submits = 0
-        self._is_read = False
         self._running = set(range(request.n))  # samples that have not ended
         self._deltas: list[TokenDelta] = []
         self._error: CuletError | None = None
@@ -93,7 +92,6 @@ class TokenStream:
             if not self._deltas:
                 return await self.__anext__()
         deltas, self._deltas = self._deltas, []
-        self._is_read = True
         return deltas
 
     def cancel(self, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
@@ -127,13 +125,12 @@ class TokenStream:
 
     def lose_engine(self) -> None:
         """Forget what a dead engine has sent, so that another one can answer. Fail if the client has seen some of it."""
-        if self.num_submits >= _MAX_SUBMITS or (self._is_read and not self.is_private):
+        if self.num_submits >= _MAX_SUBMITS or self.is_seen:
             self.fail(WorkerDied("the engine died while it answered this request", hint="send the request again"))
             return
         self._deltas.clear()
         self._running = set(range(self.request.n))
         self.first_token_at = None
-        self._is_read = False
         self.num_starts += 1
 
     def fail(self, error: CuletError) -> None:
@@ -147,7 +144,7 @@ class TokenStream:
 
 
 class EngineClient(asyncio.Protocol):
-    """Owns one engine process. If the process dies, create a new client, which adopts the requests that can start over."""
+    """Owns one engine process. If the process dies, create a new client, which takes over the requests that can start over."""
 
     def __init__(self) -> None:
         self.state = State.STARTING
@@ -170,12 +167,13 @@ class EngineClient(asyncio.Protocol):
     ) -> EngineClient:
         """Start the process without waiting for the model to load.
 
-        `environment` adds variables to its environment. The client adopts the requests that a `previous` engine left when it
-        died.
+        `environment` adds variables to its environment. The client takes over the requests that a `previous` engine left when
+        it died.
         """
         client = cls()
         if previous is not None:
-            client._adopt(previous)
+            for stream in previous.give_away():
+                client.take(stream)
         ours, theirs = socket.socketpair()
         with theirs:
             client._process = start_bound_process("culet.serve.process.engine", theirs.fileno(), environment)
@@ -210,22 +208,28 @@ class EngineClient(asyncio.Protocol):
         if not self._streams:
             self.heard_at = time.monotonic()  # an idle engine is silent
         stream = TokenStream(self, request)
-        self._streams[request.request_id] = stream
-        self.num_samples += request.n
-        self._submit(stream)
+        self.take(stream)
         return stream
+
+    def take(self, stream: TokenStream) -> None:
+        """Answer the request of a stream, now or when the engine is ready."""
+        stream.client = self
+        self._streams[stream.request.request_id] = stream
+        self.num_samples += stream.request.n
+        if self.state is State.READY:
+            self._submit(stream)
+
+    def give_away(self) -> list[TokenStream]:
+        """Return the streams that are not done, in the order of their arrival, for other engines to take."""
+        streams = [stream for stream in self._streams.values() if not stream.is_done]
+        for stream in streams:
+            self.forget(stream.request.request_id)
+        return streams
 
     def _submit(self, stream: TokenStream) -> None:
         stream.num_submits += 1
         for data in submit_frames(stream.request):
             self._write(data)
-
-    def _adopt(self, previous: EngineClient) -> None:
-        """Take over the streams of a dead engine. Those that are not done are submitted when this engine is ready."""
-        self._streams, previous._streams = previous._streams, {}
-        self.num_samples, previous.num_samples = previous.num_samples, 0
-        for stream in self._streams.values():
-            stream.client = self
 
     def cancel(self, request_id: str, sample: int | None = None, reason: FinishReason = FinishReason.CANCEL) -> None:
         """End a request, or one sample of it, before the engine's next step."""
@@ -308,7 +312,7 @@ class EngineClient(asyncio.Protocol):
                 stream.fail(error_of(report.kind, report.message, report.hint))
         elif isinstance(report, Ready):
             self.facts, self.state = report, State.READY
-            for stream in self._streams.values():  # adopted, in the order of their arrival
+            for stream in self._streams.values():  # taken over, in the order of their arrival
                 if not stream.is_done:
                     self._submit(stream)
             self._changed.set()
@@ -316,7 +320,7 @@ class EngineClient(asyncio.Protocol):
             self._failure = error_of(report.kind, report.message, report.hint)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the streams that cannot start over, because the engine process is gone. The others wait to be adopted."""
+        """Fail the streams that cannot start over, because the engine process is gone. The others wait for another engine."""
         was_dead, self.state = self.state is State.DEAD, State.DEAD
         self._changed.set()
         for stream in list(self._streams.values()):

@@ -68,8 +68,7 @@ class EngineReplica:
             yield self._part(refusal=error_parts(error))
             return
         self._streams[name] = stream
-        stream.is_private = True  # the ingress knows what its client has seen
-        num_starts = 0
+        num_starts = 0  # the stream is never marked as seen, because the ingress knows what its client has seen
         try:
             yield self._part()  # tells the ingress where the request is
             async for deltas in stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 from tests.serve.running import Running, wait_for
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
+LONG_TEXT: Any = {"stream": True, "ignore_eos": True, "max_tokens": 5000}
 LONG: Any = {"messages": HELLO, "stream": True, "ignore_eos": True}
 WATCHDOG_S, PAUSE_S = 4, 6  # An engine on a busy machine may be silent for seconds.
 
@@ -97,6 +99,37 @@ def test_an_answer_that_nobody_has_seen_starts_over(path: str, fields: dict[str,
         assert answer.json()["choices"] == expected["choices"]
         assert answer.json()["usage"] == expected["usage"]
         server.check_well()
+
+
+def test_a_stream_without_text_starts_over(scripted: Callable[..., Running]) -> None:
+    """The engine has drawn tokens, but they have no text, so the client has seen nothing. It gets the whole answer."""
+    answer = "<bos>" * 60 + "Hello there<turn|>"
+    with scripted(answer, step_s=0.05, settings=OFTEN) as server, ThreadPoolExecutor(1) as pool:
+        for path, body in (
+            ("/v1/chat/completions", CHAT),
+            ("/v1/responses", {"input": "Hello"}),
+            ("/api/chat", {**CHAT, "model": "gemma"}),
+        ):
+            server.wait_ready()
+            wait_for(server.is_at_rest, what="rest")
+            before = server.stats()["generated_tokens"]
+            streamed = pool.submit(server.http.post, path, json={**body, "stream": True})
+            wait_for(lambda before=before: server.stats()["generated_tokens"] > before + 5, what="some tokens")
+            kill_engine(server)
+            response = streamed.result(300)
+            assert response.status_code == 200
+            assert "".join(re.findall(r'"(?:content|delta)":\s?"([^"]*)"', response.text)) == "Hello there"
+        server.check_well()
+
+
+def test_a_stream_with_text_does_not_start_over(watched: Running) -> None:
+    """Otherwise the client would see the beginning twice."""
+    with watched.http.stream("POST", "/v1/completions", json={"prompt": [[5, 6], [7]], **LONG_TEXT}) as response:
+        source = events(response)
+        next(source)
+        kill_engine(watched)
+        assert "engine_unavailable" in list(source)[-2]
+    watched.check_well()
 
 
 def test_a_client_that_leaves_during_a_restart_is_forgotten(narrow: Running) -> None:

@@ -122,6 +122,26 @@ def test_a_dead_engine_costs_only_its_own_requests(scripted: Callable[..., Runni
         server.check_well()
 
 
+def test_other_engines_answer_what_a_given_up_engine_leaves(scripted: Callable[..., Running]) -> None:
+    """One engine dies and is not restarted. Its stream with text gets an error, and the other engine answers what waits."""
+    settings = {"data_parallel_size": 2, "max_engine_restarts": 0}
+    body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True}
+    with scripted(step_s=0.02, settings=settings, config={"max_num_seqs": 2}) as server, ThreadPoolExecutor(4) as pool:
+        expected = server.http.post("/v1/completions", json=body).json()["choices"]
+        with server.http.stream("POST", "/v1/completions", json={**body, "max_tokens": 5000, "stream": True}) as first:
+            lines = first.iter_lines()
+            next(lines)
+            answers = [pool.submit(server.http.post, "/v1/completions", json=body) for _ in range(4)]
+            wait_for(lambda: [engine["in_flight"] for engine in server.stats()["engines"]] in ([2, 3], [3, 2]), what="all")
+            longest = next(rank for rank, engine in enumerate(server.stats()["engines"]) if engine["generated_tokens"] > 0)
+            os.kill(server.engine_ids()[longest], signal.SIGKILL)
+            assert [answer.result(300).json()["choices"] for answer in answers] == [expected] * 4
+            list(lines)
+        assert sum(engine["state"] == "ready" for engine in server.stats()["engines"]) == 1
+        assert "goes on with 1 of 2 engines" in server.log()
+        assert server.http.post("/v1/completions", json=body).json()["choices"] == expected
+
+
 def test_routers_learn_about_the_server(pair: Running, tiny: Running) -> None:
     for server, size in ((pair, 2), (tiny, 1)):
         info = server.http.get("/server_info").json()
