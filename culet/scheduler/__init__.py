@@ -5,6 +5,7 @@ group_pages     the pages of one sequence in one KV group
 page_allocator  takes pages for sequences, evicts resume points, and lists page copies for the next step
 budget          how many tokens a step may have, split between decode, drafts and prefill
 rows            one row of a plan, with its size, its pages and its effect on the sequence
+fairness        who goes first, and who makes way when there is no room
 admission       which requests are rejected, and when a waiting sequence may start
 reuse           where a sequence resumes, and which resume points it creates
 draft_length    how many tokens to draft for each sequence

@@ -6,8 +6,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from culet.scheduler.fairness import FairQueue, StepPrompts, rank, share_tokens
 from culet.scheduler.sequence import Sequence
-from culet.scheduler.tenants import FairQueue, StepPrompts, rank, share_tokens
 
 MIN_STEP = 256  # tokens that a step may have however slow it is, because smaller chunks waste the reading of weights
 CPU_MIN_STEP = 16  # the same on a CPU, where a token takes about as long in any larger chunk

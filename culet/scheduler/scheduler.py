@@ -1,8 +1,9 @@
 """The scheduler decides which sequences compute which tokens in the next step, and on which pages.
 
 `schedule` returns a plan and `apply` takes its result. In between, one more plan may be made (look-ahead by one). A tenant's
-sequences are ordered by (priority, arrival), and tenants take turns (`tenants.py`). The first in this order never waits for a
-later one, except for short prompts on a CPU in every other step (`budget.py`), so every admitted request ends.
+sequences are ordered by (priority, arrival), and tenants take turns (`fairness.py`). The first in this order never waits for a
+later one, except for short prompts on a CPU in every other step (`budget.py`) and for a preempted sequence's time slice. So
+every admitted request ends.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from culet.scheduler.admission import check_fits, check_queue, pages_to_start, p
 from culet.scheduler.budget import CPU_MIN_STEP, MIN_STEP, Grant, ShortFirst, StepBudget, share_step, short_prompts
 from culet.scheduler.deadlines import Deadlines
 from culet.scheduler.draft_length import DraftLengths
+from culet.scheduler.fairness import BY_ORDER, BY_RANK, FairQueue, StepPrompts, TimeSlices
 from culet.scheduler.media.encoding import count_media, plan_encoding
 from culet.scheduler.media.features import NOTHING, FeatureLedger
 from culet.scheduler.page_allocator import PageAllocator
@@ -37,7 +39,6 @@ from culet.scheduler.rows import (
 )
 from culet.scheduler.sequence import Sequence, held_pages, samples_of
 from culet.scheduler.stats import Counters, SchedulerStats, take_snapshot
-from culet.scheduler.tenants import BY_ORDER, BY_RANK, FairQueue, StepPrompts
 from culet.types import Drawn, Entry, FinishReason, Logprobs, Request, Row, StepPlan, StepResult, TokenDelta
 
 
@@ -73,7 +74,8 @@ class Scheduler:
         self.plans_open = plans_open
         self.features = features
         self.budget = config.max_num_batched_tokens
-        self.step_budget = StepBudget(self.budget, config.max_step_ms / 1e3, CPU_MIN_STEP if on_cpu else MIN_STEP)
+        min_step = CPU_MIN_STEP if on_cpu else MIN_STEP
+        self.step_budget, self._slices = StepBudget(self.budget, config.max_step_ms / 1e3, min_step), TimeSlices(min_step)
         self._short_first = ShortFirst(is_on=on_cpu)
         # The most pages that a token and its drafts may need, including drafts in flight.
         self._max_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
@@ -219,6 +221,7 @@ class Scheduler:
         step = PlannedStep(next(self._step_ids), planned, now, is_timed=not encoding.encodes)
         self._in_flight.append(step)
         self.counters.count_step(step.num_tokens)
+        self._slices.count_step(step.num_tokens)
         rows = [plan.row for plan in planned]
         return StepPlan(step.step_id, tuple(entries), copies, tuple(rows), encoding.drops, encoding.encodes)
 
@@ -283,21 +286,20 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Take the slot and pages of `seq`. All its tokens, including those it has drawn, are computed again later."""
         self._leave(seq)
+        self._slices.stop(seq)
         self._waiting.push(seq)
         self.counters.preemptions += 1
 
     def _make_way(self) -> None:
-        """Make room for the next sequence in the queue if another tenant runs at least two more than its tenant.
+        """Make room for the next sequence in the queue if others must give up theirs. Keep what those have computed."""
+        for seq in self._slices.making_way(self._waiting, self._running, self._num_missing):
+            keep_point(seq, min(seq.num_computed, len(seq.tokens)), self.page_allocator)
+            self._preempt(seq)
 
-        The busiest tenant's youngest sequences give up their places. What they have computed stays as a resume point.
-        """
-        while (pair := self._waiting.next_and_last(self._running)) is not None:
-            seq, last = pair
-            needed = pages_to_start(seq, self.budget) + promised_pages(self._running, self.budget)
-            if len(self._running) < self._max_running and needed <= self.page_allocator.available:
-                return
-            keep_point(last, min(last.num_computed, len(last.tokens)), self.page_allocator)
-            self._preempt(last)
+    def _num_missing(self, seq: Sequence) -> int:
+        """Return how many pages `seq` lacks to start, and at least one if it lacks a slot."""
+        needed = pages_to_start(seq, self.budget) + promised_pages(self._running, self.budget)
+        return max(needed - self.page_allocator.available, int(len(self._running) == self._max_running))
 
     def _leave(self, seq: Sequence) -> None:
         """Free the slot and pages of `seq`. If its admission failed half-way, it is still in the queue."""
@@ -380,6 +382,7 @@ class Scheduler:
 
     def _enter(self, seq: Sequence) -> None:
         """Count `seq` among the running sequences."""
+        self._slices.start(seq)
         insort(self._running, seq, key=BY_ORDER)
         self._waiting.begin(seq)
 
@@ -490,9 +493,7 @@ class Scheduler:
         else:
             leader = next(sibling for sibling in alive.values() if seq in sibling.siblings)
             leader.siblings.remove(seq)
-        if seq.siblings:  # they waited for its prompt, which the next one computes
-            heir, *heir.siblings = seq.siblings
-            seq.siblings = []
+        if (heir := seq.take_heir()) is not None:  # the siblings waited for its prompt, which the next one computes
             if is_held:
                 self._held[request_id] = heir
             else:

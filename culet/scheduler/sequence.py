@@ -60,6 +60,8 @@ class Sequence:
         self.sample = sample
         self.sampling: Sampling = request.sampling_of(sample)
         self.arrival = arrival
+        self.place = arrival, 0  # its place in the order. The second number is not 0 after it made way for another one.
+        self.started_at: int | None = None  # the work that `TimeSlices` had counted when it last started
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         # What the prefix cache compares, or None without one.
@@ -67,7 +69,7 @@ class Sequence:
         self.features = features if request.media else None
         self.media_end = request.media[-1].end if request.media else 0
         self.tenant = request.tenant
-        self.rank = 0  # how many older sequences its tenant runs (see `tenants.rank`)
+        self.rank = 0  # how many older sequences its tenant runs (see `fairness.rank`)
         self.groups = tuple(GroupPages(group) for group in layout.groups)
         self.slot: int | None = None
         self.num_computed = 0
@@ -94,9 +96,9 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
 
     @property
-    def order(self) -> tuple[int, int, int]:
+    def order(self) -> tuple[int, tuple[int, int], int]:
         """The sort key of a tenant's sequences. They start in this order and are preempted in reverse."""
-        return (self.request.priority, self.arrival, self.sample)
+        return (self.request.priority, self.place, self.sample)
 
     @property
     def is_running(self) -> bool:
@@ -339,6 +341,14 @@ class Sequence:
                 pages.reset(0, [])
         page_allocator.give_back([source for _, source in partial])
         return fits
+
+    def take_heir(self) -> Sequence | None:
+        """Return the first sibling, which gets the others, or None if there is none."""
+        if not self.siblings:
+            return None
+        heir, *heir.siblings = self.siblings
+        self.siblings = []
+        return heir
 
     def fork_from(self, parent: Sequence, page_allocator: PageAllocator) -> None:
         """Continue from the state of `parent` after its current plan. The copies belong to the next plan."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from culet.scheduler.fairness import FairQueue
 from culet.scheduler.media.features import NOTHING, EncoderPlan, FeatureLedger
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.reuse import find_prefix
 from culet.scheduler.rows import PlannedRow
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.stats import Counters
-from culet.scheduler.tenants import FairQueue
 from culet.types import Request
 
 MAX_AHEAD = 16  # waiting sequences whose media are encoded before they start

@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 
 from culet.errors import BadRequest, ContextTooLong, QueueFull
+from culet.scheduler import fairness
 from culet.scheduler.budget import share_budget
 from culet.scheduler.group_pages import max_held_pages, span
 from culet.scheduler.sequence import Acceptance, Sequence
@@ -254,7 +255,8 @@ def test_pages_behind_the_window_go_back_at_once() -> None:
 # Preemption
 
 
-def test_the_youngest_is_preempted_and_draws_nothing_twice() -> None:
+def test_the_youngest_is_preempted_and_draws_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fairness, "SLICE_FACTOR", 10**9)  # it waits until another one ends
     drive = make(make_layout((None, 4)), num_pages=12, seqs=4)
     for name in "abc":
         drive.add(endless(name, 8, 24))

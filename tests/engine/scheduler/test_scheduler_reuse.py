@@ -6,6 +6,7 @@ import pytest
 
 from culet.cache.point_tree import MIN_SHARED
 from culet.cache.prefix import POINT_SLACK
+from culet.scheduler import fairness
 from culet.scheduler.sequence import MIN_GAIN
 from culet.types import FinishReason, Request
 from tests.engine.scheduler.drive import Drive, endless, first_seed, make, make_layout, make_request, prompt, row_of
@@ -336,7 +337,8 @@ def test_a_resume_point_beside_samples_and_drafts() -> None:
         drive.check_end()
 
 
-def test_the_resume_point_of_a_preempted_prompt_is_there_again() -> None:
+def test_the_resume_point_of_a_preempted_prompt_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fairness, "SLICE_FACTOR", 10**9)  # so that it is computed again last
     drive = make(make_layout((8, 4), (None, 4)), num_pages=40, budget=16)
     drive.add(endless("a", 4, 120))
     drive.step()

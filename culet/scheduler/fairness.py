@@ -1,4 +1,5 @@
-"""Share the engine among tenants, the API keys that requests come from. See decision 17.
+"""Decide who runs: share the engine among tenants, the API keys that requests come from (decision 17), and let preempted
+sequences share the cache with running ones in time slices (decision 24).
 
 The waiting queue starts the sequence of the tenant that runs fewest. Running sequences are ranked: a tenant's oldest has rank
 0, its next rank 1, and so on. Lower ranks come first when tokens and pages are shared. So a tenant with a thousand requests
@@ -9,13 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 
 from culet.scheduler.sequence import Sequence
 
 BY_ORDER = attrgetter("order")
 BY_RANK = attrgetter("request.priority", "rank", "order")  # after `rank`
+SLICE_FACTOR = 10  # a time slice has this many times the work of computing its sequence again, so at most a tenth is lost
 
 
 class _Tenant:
@@ -127,6 +129,85 @@ class FairQueue:
         tenant = self._tenants[name]
         if not (tenant.waiting or tenant.num_running):
             del self._tenants[name]
+
+
+class TimeSlices:
+    """Decides when a running sequence makes way for a preempted one, because the cache has no room for both.
+
+    Otherwise a preempted sequence would wait until another one ends. If all have long answers, its client would see the text
+    stop for as long. And if all end at about the same time, it would run alone afterwards, in steps that take nearly as long
+    as those of the whole batch. Slices are measured in tokens, so that plans do not depend on the speed of the machine.
+    """
+
+    def __init__(self, min_step: int) -> None:
+        """Begin with no work done. A step with fewer than `min_step` tokens takes as long as one with so many."""
+        self._min_step = min_step
+        self._work = 0  # tokens of all steps, each with at least `min_step`
+        self._next_at = 0  # the work at which the next sequence may make way
+        self._num_moves = 0  # sequences that made way so far
+
+    def count_step(self, num_tokens: int) -> None:
+        """Count a step of this many tokens."""
+        self._work += max(num_tokens, self._min_step)
+
+    def start(self, seq: Sequence) -> None:
+        """Note that a sequence starts to run, perhaps not for the first time."""
+        seq.started_at = self._work
+
+    def stop(self, seq: Sequence) -> None:
+        """Note that a sequence loses its pages."""
+        self._next_at = max(self._next_at, self._work) + self._slice(seq)
+
+    def making_way(
+        self, queue: FairQueue, running: Collection[Sequence], num_missing: Callable[[Sequence], int]
+    ) -> Iterator[Sequence]:
+        """Yield the running sequences that make way for the next one in the queue. The caller preempts each at once.
+
+        They are those of a tenant that runs too many (`FairQueue.next_and_last`), or else those whose time slice is over.
+        `num_missing` returns how many pages a sequence lacks to start.
+        """
+        while (pair := queue.next_and_last(running)) is not None:
+            if num_missing(pair[0]) <= 0:
+                return
+            yield pair[1]
+        head = queue.head()
+        # A sequence that has never run must wait until another one ends.
+        if head is None or head.started_at is None or self._work < self._next_at or (missing := num_missing(head)) <= 0:
+            return
+        last = max(seq.place[0] for seq in (*running, *queue) if seq.started_at is not None)
+        for seq in self._whose_slice_is_over(head, running, missing):
+            self._num_moves += 1
+            seq.place = last, self._num_moves  # behind all that have ever run, and before those that have not
+            yield seq
+
+    def _whose_slice_is_over(self, head: Sequence, running: Collection[Sequence], num_missing: int) -> list[Sequence]:
+        """Return the sequences that make way for `head`, which lacks `num_missing` pages, or [] if it must wait.
+
+        They are those of the same tenant that have run longest. One that will end within a slice stays.
+        """
+        step = max(len(running), self._min_step)
+        candidates = [
+            seq
+            for seq in running
+            if seq.tenant == head.tenant
+            and seq.request.priority >= head.request.priority
+            and seq.num_uncomputed == 1
+            and self._done_since_start(seq) >= self._slice(seq) <= seq.num_left * step
+        ]
+        candidates.sort(key=lambda seq: (self._done_since_start(seq), seq.arrival))
+        chosen: list[Sequence] = []
+        while num_missing > 0 and candidates:
+            chosen.append(candidates.pop())
+            num_missing -= chosen[-1].num_held
+        return chosen if num_missing <= 0 else []
+
+    def _done_since_start(self, seq: Sequence) -> int:
+        assert seq.started_at is not None, "a running sequence has started"
+        return self._work - seq.started_at
+
+    def _slice(self, seq: Sequence) -> int:
+        """Return how much work a slice has if this sequence must be computed again for it, which takes at least a step."""
+        return SLICE_FACTOR * max(len(seq.tokens), self._min_step)
 
 
 def rank(running: Iterable[Sequence]) -> list[Sequence]:

@@ -1,0 +1,97 @@
+"""Simulate chats of the 31B that do not fit the cache, with and without time slices: `python benchmarks/memory/time_slices.py`.
+
+The scheduler and the pages are the real ones. A step takes as long as a model of one H200 says: 2 ms, plus 14.8 ms for the weights or
+92 us per token, whichever is longer, plus the time to read the keys and values at 4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+from random import Random
+
+from culet.cache.spec import CacheLayout, KVGroup, KVSpec
+from culet.config import ScheduleConfig
+from culet.scheduler import fairness
+from culet.scheduler.scheduler import Scheduler
+from culet.types import Drawn, Request, Sampling, StepPlan, StepResult
+
+GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0, None, None)
+WINDOW, SLIDING_PAGE, GLOBAL_PAGE = 1024, 16, 256
+SLIDING_BYTES, GLOBAL_BYTES = 819_200, 51_200  # per token, of all layers
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def layout() -> CacheLayout:
+    def group(index: int, window: int | None, page_tokens: int) -> KVGroup:
+        spec = KVSpec(index, 1, 2, 2, window, latent=False, itemsize=2)
+        return KVGroup(f"g{index}", index, (spec,), page_tokens)
+
+    return CacheLayout(slab_bytes=1, groups=(group(0, WINDOW, SLIDING_PAGE), group(1, None, GLOBAL_PAGE)))
+
+
+def seconds(plan: StepPlan) -> float:
+    """Return how long a step takes."""
+    ends = [row.start + row.num_new for row in plan.rows]
+    num_bytes = sum(min(end, WINDOW) * SLIDING_BYTES + end * GLOBAL_BYTES for end in ends)
+    return 0.002 + max(0.0148, plan.num_tokens * 92e-6) + num_bytes / 4.3e12
+
+
+def simulate(num_pages: int, arrivals: list[tuple[float, int, int]]) -> str:
+    """Run requests, given as (arrival in seconds, tokens of the prompt, tokens of the answer). Return a row of the table."""
+    clock, waiting = Clock(), sorted(arrivals, reverse=True)
+    config = ScheduleConfig(128, 8192, 10_000)
+    scheduler = Scheduler(layout(), num_pages, config, max_model_len=34_000, prefix_caching=False, clock=clock)
+    begun: dict[str, float] = {}
+    last: dict[str, float] = {}
+    pauses, durations, num_tokens = [0.0], [], 0
+    while waiting or scheduler.has_work:
+        while waiting and (waiting[-1][0] <= clock.now or not scheduler.has_work):
+            at, prompt_len, max_tokens = waiting.pop()
+            clock.now = max(clock.now, at)
+            name = f"r{len(begun)}"
+            begun[name] = at
+            tokens = (len(begun), *[7] * (prompt_len - 1))
+            scheduler.add(Request(name, tokens, GREEDY, 1, max_tokens, frozenset()))
+        plan = scheduler.schedule()
+        assert plan is not None
+        clock.now += seconds(plan)
+        drawn = tuple(Drawn(slot, (5,), (), 0) for row in plan.rows for slot in row.draw_slots)
+        scheduler.apply(StepResult(plan.step_id, drawn, {}))
+        for delta in scheduler.deltas():
+            num_tokens += len(delta.token_ids)
+            pauses.append(clock.now - last.get(delta.request_id, clock.now))
+            last[delta.request_id] = clock.now
+            if delta.finish_reason is not None:
+                durations.append(clock.now - begun[delta.request_id])
+    mean, count = sum(durations) / len(durations), scheduler.counters.preemptions
+    long = sum(pause > 1 for pause in pauses)
+    return f"{num_tokens / clock.now:7,.0f} {mean:9.1f} {count:12} {long:14} {max(pauses):13.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pages", default="5500,5570,5600,5630,5660,5690,5840", help="sizes of the cache in pages of 12.5 MiB")
+    arguments = parser.parse_args()
+    random = Random(0)
+    chats = [(0.0, 1000, 1000)] * 80
+    mixed = [(0.35 * number, random.randint(200, 1800), random.randint(100, 1900)) for number in range(300)]
+    print("requests    pages slices  tok/s  mean time  preemptions  pauses above 1 s  longest, s")
+    for name, arrivals in (("80 chats", chats), ("mixed", mixed)):
+        for num_pages in map(int, arguments.pages.split(",")):
+            for factor in (10**9, fairness.SLICE_FACTOR):
+                kept, fairness.SLICE_FACTOR = fairness.SLICE_FACTOR, factor
+                print(
+                    f"{name:10} {num_pages:6} {'no' if factor > kept else 'yes':>6}", simulate(num_pages, arrivals), flush=True
+                )
+                fairness.SLICE_FACTOR = kept
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Preempted and running sequences share the cache in time slices, so that none waits for an end that is far away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from culet.config import ScheduleConfig
+from culet.scheduler import fairness
+from culet.scheduler.budget import MIN_STEP
+from culet.scheduler.scheduler import Scheduler
+from culet.types import Drawn, StepResult
+from tests.engine.scheduler.drive import Drive, endless, make, make_layout, make_request
+
+FAR = 10**9  # no time slice ever ends
+WIDE = make_layout((64, 4), (None, 64))  # the window takes most of the pages, as in the 31B, so the cache is full early
+
+
+@dataclass
+class Batch:
+    """How a batch of equal requests went. Work is the number of tokens of all steps, each with at least MIN_STEP."""
+
+    work: int
+    longest_pause: int  # of an answer, in work
+    num_tokens: int
+    num_preemptions: int
+
+
+def run_batch(num_pages: int, *, count: int = 8, prompt_len: int = 20, max_tokens: int = 300) -> Batch:
+    config = ScheduleConfig(count, 64)
+    scheduler = Scheduler(WIDE, num_pages, config, max_model_len=1000, prefix_caching=False)
+    for number in range(count):
+        scheduler.add(make_request(f"r{number}", [number, *[7] * (prompt_len - 1)], max_tokens, stop=False))
+    work, pause, told_at = 0, 0, dict[str, int]()
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None
+        work += max(plan.num_tokens, MIN_STEP)
+        drawn = tuple(Drawn(slot, (5,), (), 0) for row in plan.rows for slot in row.draw_slots)
+        scheduler.apply(StepResult(plan.step_id, drawn, {}))
+        for delta in scheduler.deltas():
+            pause = max(pause, work - told_at.get(delta.request_id, work))
+            told_at[delta.request_id] = work
+    counters, arena = scheduler.counters, scheduler.page_allocator.arena
+    assert (counters.finished, arena.num_free) == (count, arena.num_pages)
+    return Batch(work, pause, counters.step_tokens, counters.preemptions)
+
+
+def test_a_batch_beyond_the_cache_ends_sooner_and_pauses_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight equal requests and room for seven. Without time slices, the last one runs alone for a long time."""
+    batch = run_batch(156)
+    monkeypatch.setattr(fairness, "SLICE_FACTOR", FAR)
+    without = run_batch(156)
+    assert batch.work <= 0.8 * without.work
+    assert batch.longest_pause <= 0.25 * without.longest_pause
+
+
+@pytest.mark.parametrize("num_pages", [100, 130, 156])
+def test_little_is_computed_again(num_pages: int) -> None:
+    """Computing again what was preempted is at most a tenth of the work. It takes as long as a smallest step, or longer."""
+    batch = run_batch(num_pages)
+    assert batch.num_preemptions > 2
+    assert 0 < batch.num_tokens - 8 * (20 + 300 - 1) <= batch.work / fairness.SLICE_FACTOR
+    assert batch.num_preemptions * MIN_STEP <= batch.work / fairness.SLICE_FACTOR
+
+
+def fill(drive: Drive, count: int, *, length: int = 120, priority: int = 0, name: str = "old") -> None:
+    for number in range(count):
+        drive.add(endless(f"{name}{number}", 20, length, priority=priority))
+
+
+def running(drive: Drive) -> list[str]:
+    return [seq.request.request_id for seq in drive.scheduler._running]
+
+
+def test_a_new_request_waits_for_an_end() -> None:
+    """Its client has seen nothing that could stop, and running answers do not pause for newcomers."""
+    drive = make(num_pages=80, seqs=3)
+    fill(drive, 3)
+    drive.step()
+    drive.add(endless("new", 20, 5))
+    for _ in range(60):
+        drive.step()
+    assert running(drive) == ["old0", "old1", "old2"]
+    assert drive.scheduler.counters.preemptions == 0
+
+
+def preempt(drive: Drive, name: str) -> None:
+    scheduler = drive.scheduler
+    scheduler._preempt(next(seq for seq in scheduler._running if seq.request.request_id == name))
+
+
+def test_whoever_makes_way_goes_on_before_new_requests() -> None:
+    drive = make(num_pages=80, seqs=2)
+    fill(drive, 2)
+    for _ in range(20):
+        drive.step()
+    preempt(drive, "old1")
+    drive.add(endless("urgent", 20, 40, priority=-1))  # takes the free slot
+    drive.add(endless("new", 20, 5))
+    seen = []
+    while drive.scheduler.has_work:
+        drive.step()
+        seen += [now for now in [running(drive)] if seen[-1:] != [now]]
+    assert seen[0] == ["urgent", "old0"]
+    assert seen[1] == ["urgent", "old1"]  # which was preempted first, takes the place of old0
+    assert ["urgent", "old0"] in seen[2:]
+    assert next(index for index, now in enumerate(seen) if "new" in now) > next(
+        index for index, now in enumerate(seen) if "urgent" not in now
+    )
+    drive.check_end()
+
+
+def test_nobody_makes_way_for_a_less_urgent_sequence() -> None:
+    drive = make(num_pages=80, seqs=2)
+    fill(drive, 1, priority=1, name="low")
+    fill(drive, 1, name="high")
+    for _ in range(20):
+        drive.step()
+    preempt(drive, "low0")
+    drive.add(endless("top", 20, 120, priority=-1))
+    for _ in range(60):
+        drive.step()
+        assert running(drive) == ["top", "high0"]
+
+
+def test_a_sequence_that_ends_soon_stays() -> None:
+    """It frees its place by itself sooner than a time slice takes."""
+    drive = make(num_pages=80, seqs=1)
+    drive.add(endless("first", 20, 120))
+    for _ in range(20):
+        drive.step()
+    preempt(drive, "first")
+    drive.add(endless("second", 20, 15, priority=-1))
+    drive.step()
+    assert running(drive) == ["second"]
+    next(iter(drive.scheduler._running)).request = endless("second", 20, 15)  # now of the same priority
+    while "first" not in running(drive):
+        drive.step()
+    assert len(drive.told["second", 0].tokens) == 15
+    assert drive.scheduler.counters.preemptions == 1
