@@ -1,7 +1,7 @@
 """Simulate chats of the 31B that do not fit the cache, with and without time slices: `python benchmarks/memory/time_slices.py`.
 
-The scheduler and the pages are the real ones. A step takes as long as a model of one H200 says: 2 ms, plus 14.8 ms for the weights or
-92 us per token, whichever is longer, plus the time to read the keys and values at 4.3 TB/s.
+The scheduler and the pages are the real ones. A step takes as long as it would on one H200: 2 ms, plus 14.8 ms for the weights
+or 92 us per token, whichever is longer, plus the time to read the keys and values at 4.3 TB/s.
 """
 
 from __future__ import annotations
