@@ -36,15 +36,21 @@ def is_public(address: str) -> bool:
     """Return whether an address belongs to the public internet: not this machine, its network, or a reserved range."""
     try:
         found = ipaddress.ip_address(address)
-    except ValueError:  # an address with a scope, such as fe80::1%eth0
+    except ValueError:
         return False
-    inner = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None)
-    if getattr(found, "teredo", None) is not None or found in _NAT64:
-        return False
-    return found.is_global and not found.is_multicast and (inner is None or is_public(str(inner)))
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = found.ipv4_mapped or found.sixtofour
+        if inner is not None:
+            return is_public(str(inner))
+        # Outside lie scopes, mappings and translations, most of which lead to any IPv4 address.
+        if found not in _GLOBAL_UNICAST or found.scope_id is not None or found.teredo is not None:
+            return False
+    return found.is_global and not found.is_multicast and not any(found in network for network in _RESERVED)
 
 
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # leads to any IPv4 address
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # all of IPv6 that the public internet uses
+# Ranges that some versions of Python count as global.
+_RESERVED = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
 
 
 @dataclass(frozen=True)

@@ -219,14 +219,23 @@ def test_a_name_that_is_not_found(server, names):
     [
         *("0.0.0.0", "10.1.2.3", "100.64.0.1", "127.0.0.1", "169.254.169.254", "172.16.0.1", "192.168.0.1", "224.0.0.1"),
         *("255.255.255.255", "::", "::1", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:10.0.0.1", "192.0.2.1"),
-        *("64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:1::1", "not an address"),
+        *(
+            "64:ff9b::7f00:1",
+            "2002:7f00:1::",
+            "2001:0:1::1",
+            "not an address",
+            "64:ff9b:1::7f00:1",
+            "::127.0.0.1",
+            "::10.0.0.1",
+        ),
+        *("::ffff:0:127.0.0.1", "fec0::1", "3fff::1", "5f00::1", "192.0.0.192", "192.88.99.1", "2606:4700::1%eth0"),
     ],
 )
 def test_addresses_that_are_not_public(address):
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111"])
+@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "::ffff:8.8.8.8"])
 def test_addresses_that_are_public(address):
     assert is_public(address)
 
