@@ -20,13 +20,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
-from culet.errors import BadRequest, TimedOut
+from culet.errors import BadRequest, ConfigError, TimedOut
 from culet.line_process import Stopper
 from culet.media.items import MediaKind
 from culet.media.limits import MediaLimits
 from culet.version import __version__
 
 _PLAIN_URL = re.compile(r"[!-\[\]-~]{1,4096}")  # visible ASCII without the backslash, which programs read differently
+_HOST_NAME = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]*[a-z0-9_])?")
+_PORT_NUMBER = re.compile(r"[1-9][0-9]{0,4}")
 _PORT = 443
 _READ_BYTES = 1 << 16
 Addresses = Sequence[tuple[socket.AddressFamily, str]]
@@ -60,6 +62,21 @@ class FetchRules:
     hosts: frozenset[str] = frozenset()
     is_allowed: Callable[[str], bool] = is_public
     context: ssl.SSLContext | None = None
+
+
+def read_hosts(text: str) -> frozenset[str]:
+    """Read `--allowed-media-domains`. Raise for an entry that no URL could match, such as a URL or a pattern."""
+    hosts = set()
+    for entry in filter(None, (entry.strip() for entry in text.split(","))):
+        host, colon, port = entry.lower().partition(":")
+        host = host.rstrip(".")
+        if _HOST_NAME.fullmatch(host) is None or (colon and _PORT_NUMBER.fullmatch(port) is None):
+            problem = f"allowed-media-domains: got {entry[:100]!r}, expected the name of a host, or NAME:PORT"
+            raise ConfigError(
+                problem, hint="example: images.example.org,cdn.example.org:8443; write each host, without https://"
+            )
+        hosts.add(host if not colon or int(port) == _PORT else f"{host}:{port}")
+    return frozenset(hosts)
 
 
 @functools.cache

@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from culet.errors import BadRequest, TimedOut
+from culet.errors import BadRequest, ConfigError, TimedOut
 from culet.line_process import Stopper
-from culet.media.fetch import FetchRules, check_url, fetch, is_public
+from culet.media.fetch import FetchRules, check_url, fetch, is_public, read_hosts
 from culet.media.items import MediaKind
 from culet.media.limits import MediaLimits
 
@@ -278,3 +278,22 @@ def test_urls_that_are_accepted(url):
 def test_nothing_is_listed_by_default():
     with pytest.raises(BadRequest, match=r"URLs of media\.example are not fetched"):
         fetch(f"https://{HOST}/", MediaKind.IMAGE, FetchRules(), LIMITS)
+
+
+def test_hosts_are_listed_as_urls_name_them():
+    listed = read_hosts(" Media.Example., cdn.example:443,other.example:8443 ,,")
+    assert listed == {"media.example", "cdn.example", "other.example:8443"}
+    for url in ("https://media.example/a", "https://cdn.example/a", "https://other.example:8443/a"):
+        check_url(url, FetchRules(listed), "url")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *("https://media.example", "*.media.example", "*", "media.example/", "media.example/images", "media example"),
+        *("media.example:0", "media.example:x", "media.example:", "mediä.example", "[::1]", "::1", "-"),
+    ],
+)
+def test_hosts_that_no_url_could_match_are_refused(entry):
+    with pytest.raises(ConfigError, match="allowed-media-domains: got .* expected the name of a host"):
+        read_hosts(f"good.example,{entry}")
