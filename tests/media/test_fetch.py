@@ -295,5 +295,5 @@ def test_hosts_are_listed_as_urls_name_them():
     ],
 )
 def test_hosts_that_no_url_could_match_are_refused(entry):
-    with pytest.raises(ConfigError, match="allowed-media-domains: got .* expected the name of a host"):
+    with pytest.raises(ConfigError, match=r"allowed-media-domains: got .* expected the name of a host"):
         read_hosts(f"good.example,{entry}")
