@@ -30,6 +30,7 @@ _PLAIN_URL = re.compile(r"[!-\[\]-~]{1,4096}")  # visible ASCII without the back
 _HOST_NAME = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]*[a-z0-9_])?")
 _PORT_NUMBER = re.compile(r"[1-9][0-9]{0,4}")
 _PORT = 443
+_MAX_PATH_LEN = 255
 _READ_BYTES = 1 << 16
 Addresses = Sequence[tuple[socket.AddressFamily, str]]
 
@@ -128,8 +129,10 @@ def check_url(url: str, rules: FetchRules, name: str) -> tuple[str, int, SplitRe
     """Return (host, port, parts) of a URL. Raise unless it is https and its host is listed."""
     scheme = url[:32].partition(":")[0].lower() if ":" in url[:32] else ""
     if scheme != "https":
-        got = f"a {scheme}: URL" if scheme.isalnum() else "a path"
-        raise BadRequest(f"{name}: got {got}, expected a data: or https URL", hint="send the file itself, as a data: URL")
+        # Base64 is longer than any path, and some clients send it alone.
+        got = f"a {scheme}: URL" if scheme.isalnum() else "a path" if len(url) <= _MAX_PATH_LEN else "text that is no URL"
+        hint = "send the file itself as a data: URL, such as data:image/png;base64,DATA"
+        raise BadRequest(f"{name}: got {got}, expected a data: or https URL", hint=hint)
     if _PLAIN_URL.fullmatch(url) is None:
         raise BadRequest(f"{name}: got a URL with unusual characters or of more than 4096")
     try:

@@ -91,7 +91,8 @@ class MediaReader:
                 num_tokens += medium.num_tokens
                 if max_tokens is not None and num_tokens > max_tokens:
                     problem = f"{source.name}: the media so far have {num_tokens} tokens, but the context holds {max_tokens}"
-                    raise ContextTooLong(problem, hint="send fewer media, or lower max_soft_tokens")
+                    fewer = "shorter recordings" if source.kind == MediaKind.AUDIO else "fewer media, or lower max_soft_tokens"
+                    raise ContextTooLong(problem, hint=f"send {fewer}")
                 self.held.add(medium)
                 return medium
 

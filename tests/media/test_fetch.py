@@ -280,6 +280,13 @@ def test_nothing_is_listed_by_default():
         fetch(f"https://{HOST}/", MediaKind.IMAGE, FetchRules(), LIMITS)
 
 
+@pytest.mark.parametrize(("url", "got"), [("cat.jpg", "a path"), ("iVBORw0KGgo" * 100, "text that is no URL")])
+def test_base64_alone_is_no_path(url, got):
+    with pytest.raises(BadRequest, match=f"url: got {got}, expected a data: or https URL") as raised:
+        check_url(url, FetchRules(), "url")
+    assert "data:image/png;base64,DATA" in raised.value.hint
+
+
 def test_hosts_are_listed_as_urls_name_them():
     listed = read_hosts(" Media.Example., cdn.example:443,other.example:8443 ,,")
     assert listed == {"media.example", "cdn.example", "other.example:8443"}
