@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,7 +150,7 @@ class Conversation:
 
     def _attach(self, kind: str, name: str) -> None:
         """Put a file into the next message."""
-        path = Path(name).expanduser()
+        path = _path_of(name)
         if path.is_file():
             self._attached.append({"type": kind, "path": str(path)})
             self._screen.note(f"{path.name} goes with the next message")
@@ -208,6 +209,18 @@ class Conversation:
         if self._screen.is_interactive and not answer.is_empty:
             self._screen.note(answer.speed())
         self._turns.append({"role": "assistant", "content": answer.text})
+
+
+def _path_of(name: str) -> Path:
+    """Return the path of a file. Terminals quote the name of one that is dropped on them, if it has spaces."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    try:
+        words = shlex.split(name)
+    except ValueError:  # a quote without its end
+        return path
+    return Path(words[0]).expanduser() if len(words) == 1 else path
 
 
 def _as_text(content: str | list[dict[str, Any]]) -> str:

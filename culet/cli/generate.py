@@ -70,7 +70,9 @@ def generate(prompt: str | None, as_chat: bool | None, as_json: bool, verbose: b
 
 
 def _chat_request(text: str, files: Mapping[str, Sequence[str]]) -> Any:
-    parts: list[dict[str, Any]] = [{"type": kind, "path": path} for kind in MEDIA_KINDS for path in files[kind]]
+    parts: list[dict[str, Any]] = [
+        {"type": kind, "path": path, "where": f"--{kind} {path}"} for kind in MEDIA_KINDS for path in files[kind]
+    ]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}]
 
 

@@ -20,14 +20,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
-from culet.errors import BadRequest, TimedOut
+from culet.errors import BadRequest, ConfigError, TimedOut
 from culet.line_process import Stopper
 from culet.media.items import MediaKind
 from culet.media.limits import MediaLimits
 from culet.version import __version__
 
 _PLAIN_URL = re.compile(r"[!-\[\]-~]{1,4096}")  # visible ASCII without the backslash, which programs read differently
+_HOST_NAME = re.compile(r"[a-z0-9_](?:[a-z0-9_.-]*[a-z0-9_])?")
+_PORT_NUMBER = re.compile(r"[1-9][0-9]{0,4}")
 _PORT = 443
+_MAX_PATH_LEN = 255
 _READ_BYTES = 1 << 16
 Addresses = Sequence[tuple[socket.AddressFamily, str]]
 
@@ -36,15 +39,21 @@ def is_public(address: str) -> bool:
     """Return whether an address belongs to the public internet: not this machine, its network, or a reserved range."""
     try:
         found = ipaddress.ip_address(address)
-    except ValueError:  # an address with a scope, such as fe80::1%eth0
+    except ValueError:
         return False
-    inner = getattr(found, "ipv4_mapped", None) or getattr(found, "sixtofour", None)
-    if getattr(found, "teredo", None) is not None or found in _NAT64:
-        return False
-    return found.is_global and not found.is_multicast and (inner is None or is_public(str(inner)))
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = found.ipv4_mapped or found.sixtofour
+        if inner is not None:
+            return is_public(str(inner))
+        # Outside lie scopes, mappings and translations, most of which lead to any IPv4 address.
+        if found not in _GLOBAL_UNICAST or found.scope_id is not None or found.teredo is not None:
+            return False
+    return found.is_global and not found.is_multicast and not any(found in network for network in _RESERVED)
 
 
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # leads to any IPv4 address
+_GLOBAL_UNICAST = ipaddress.ip_network("2000::/3")  # all of IPv6 that the public internet uses
+# Ranges that some versions of Python count as global.
+_RESERVED = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,21 @@ class FetchRules:
     hosts: frozenset[str] = frozenset()
     is_allowed: Callable[[str], bool] = is_public
     context: ssl.SSLContext | None = None
+
+
+def read_hosts(text: str) -> frozenset[str]:
+    """Read `--allowed-media-domains`. Raise for an entry that no URL could match, such as a URL or a pattern."""
+    hosts = set()
+    for entry in filter(None, (entry.strip() for entry in text.split(","))):
+        host, colon, port = entry.lower().partition(":")
+        host = host.rstrip(".")
+        if _HOST_NAME.fullmatch(host) is None or (colon and _PORT_NUMBER.fullmatch(port) is None):
+            problem = f"allowed-media-domains: got {entry[:100]!r}, expected the name of a host, or NAME:PORT"
+            raise ConfigError(
+                problem, hint="example: images.example.org,cdn.example.org:8443; write each host, without https://"
+            )
+        hosts.add(host if not colon or int(port) == _PORT else f"{host}:{port}")
+    return frozenset(hosts)
 
 
 @functools.cache
@@ -105,8 +129,10 @@ def check_url(url: str, rules: FetchRules, name: str) -> tuple[str, int, SplitRe
     """Return (host, port, parts) of a URL. Raise unless it is https and its host is listed."""
     scheme = url[:32].partition(":")[0].lower() if ":" in url[:32] else ""
     if scheme != "https":
-        got = f"a {scheme}: URL" if scheme.isalnum() else "a path"
-        raise BadRequest(f"{name}: got {got}, expected a data: or https URL", hint="send the file itself, as a data: URL")
+        # Base64 is longer than any path, and some clients send it alone.
+        got = f"a {scheme}: URL" if scheme.isalnum() else "a path" if len(url) <= _MAX_PATH_LEN else "text that is no URL"
+        hint = "send the file itself as a data: URL, such as data:image/png;base64,DATA"
+        raise BadRequest(f"{name}: got {got}, expected a data: or https URL", hint=hint)
     if _PLAIN_URL.fullmatch(url) is None:
         raise BadRequest(f"{name}: got a URL with unusual characters or of more than 4096")
     try:

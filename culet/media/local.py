@@ -115,16 +115,28 @@ def _read_picture(picture: Any, name: str) -> Any:
     if width <= 0 or height <= 0:
         raise BadRequest(f"{name}: the image is {width} x {height} pixels, expected at least 1 x 1")
     try:
+        _check_levels(picture, name)
         clear = clear_colour(picture)
         upright = _turn_upright(picture)
         if "transparency" in upright.info:  # some are gone once their image is loaded
             upright.info["transparency"] = clear
         return np.asarray(to_rgb(upright))
-    except MemoryError:
+    except (BadRequest, MemoryError):
         raise
     except Exception as error:  # Pillow and its plugins raise almost anything
         problem = f"{name}: cannot read this picture of Pillow (mode {picture.mode}, {width} x {height} pixels)"
         raise BadRequest(problem, hint="check that its file is complete and that it was not closed") from error
+
+
+def _check_levels(picture: Any, name: str) -> None:
+    """Raise for levels of 32 bits that are no grey levels of 8 bits. Pillow would make all of them white, or black."""
+    if picture.mode not in ("I", "F"):
+        return
+    low, high = picture.getextrema()
+    is_share = picture.mode == "F" and 0 < high <= 1  # white may be 1.0
+    if not (low >= 0 and high <= 255) or is_share:  # also for NaN
+        problem = f"{name}: got a picture of mode {picture.mode} with levels from {low:g} to {high:g}, expected 0 to 255"
+        raise BadRequest(problem, hint="scale its levels so that 255 is white, and convert it to mode L")
 
 
 def _turn_upright(picture: Any) -> Any:

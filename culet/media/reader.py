@@ -18,7 +18,7 @@ from typing import Any, Self
 from culet.config import MediaConfig
 from culet.errors import BadRequest, ContextTooLong
 from culet.line_process import Stopper
-from culet.media.fetch import FetchRules, check_url, fetch
+from culet.media.fetch import FetchRules, check_url, fetch, read_hosts
 from culet.media.held import HeldBytes
 from culet.media.items import MediaKind, Medium
 from culet.media.limits import MediaLimits
@@ -53,7 +53,7 @@ class MediaReader:
         self._all_kinds, self._off_by = spec.kinds, off_by
         self.spec = replace(spec, kinds=frozenset(kind for kind in spec.kinds if self._max_counts.get(kind) != 0))
         self.limits = limits or MediaLimits()
-        self._rules = FetchRules(frozenset(host.lower().rstrip(".") for host in hosts))
+        self._rules = FetchRules(frozenset(hosts))
         self.pool = DecoderPool(self.limits)
         self.held = HeldBytes(max_held_bytes)
         bounds: dict[str, int] = {"max_waiting": self.limits.max_waiting, "max_waiting_mb": self.limits.max_waiting_mb}
@@ -66,7 +66,7 @@ class MediaReader:
         # Without media the processor's files do not matter, so those that cannot be used are no error.
         spec = read_media_spec(config, folder) if settings.kinds else MediaSpec(read_kinds(config))
         off_by = "--language-model-only" if settings.language_model_only else "--limit-mm-per-prompt"
-        hosts = filter(None, (host.strip() for host in settings.allowed_media_domains.split(",")))
+        hosts = read_hosts(settings.allowed_media_domains)
         return cls(spec, hosts=hosts, max_counts=settings.limits, max_held_bytes=settings.max_media_bytes, off_by=off_by)
 
     @property
@@ -91,7 +91,8 @@ class MediaReader:
                 num_tokens += medium.num_tokens
                 if max_tokens is not None and num_tokens > max_tokens:
                     problem = f"{source.name}: the media so far have {num_tokens} tokens, but the context holds {max_tokens}"
-                    raise ContextTooLong(problem, hint="send fewer media, or lower max_soft_tokens")
+                    fewer = "shorter recordings" if source.kind == MediaKind.AUDIO else "fewer media, or lower max_soft_tokens"
+                    raise ContextTooLong(problem, hint=f"send {fewer}")
                 self.held.add(medium)
                 return medium
 

@@ -26,7 +26,7 @@ MAX_MEL_SAMPLES = 30 * SAMPLE_RATE  # what the audio tower of E2B and E4B reads 
 MIN_MEL_SAMPLES = 161  # fewer samples give no mel frame
 MEL_STRIDE = 4  # mel frames of a soft token. The convolutions shrink the mel bins by as much.
 SAMPLES_PER_TOKEN = 640  # of 12B
-DETAILS = ("low", "auto", "high")
+DETAILS = ("low", "auto", "high", "original")  # an image always fills its budget, so its original size changes nothing
 
 # Settings that Culet's arithmetic is written for. A file may repeat them but not change them.
 _VISION_FIXED: dict[str, Any] = {
@@ -108,8 +108,7 @@ class MediaSpec:
     def budget(self, kind: MediaKind, max_soft_tokens: int | None = None, detail: str | None = None) -> int:
         """Return the most soft tokens of an image or a frame that a request asks for. `max_soft_tokens` outranks `detail`."""
         is_video = kind == MediaKind.VIDEO
-        most = min(self.max_budget, MAX_VIDEO_BUDGET) if is_video else self.max_budget
-        budgets = [budget for budget in BUDGETS if budget <= most]
+        budgets = self.budgets(kind)
         if max_soft_tokens is not None:
             if isinstance(max_soft_tokens, bool) or max_soft_tokens not in budgets:
                 known = f"one of {', '.join(map(str, budgets))}{' for each frame' if is_video else ''}"
@@ -118,7 +117,12 @@ class MediaSpec:
         if detail is not None and detail not in DETAILS:
             raise BadRequest(f"detail: got {detail!r}, expected one of {', '.join(DETAILS)}")
         default = self.video_budget if is_video else self.image_budget
-        return {"low": budgets[0], "high": budgets[-1]}.get(detail or "auto", default)
+        return {"low": budgets[0], "high": budgets[-1], "original": budgets[-1]}.get(detail or "auto", default)
+
+    def budgets(self, kind: MediaKind) -> list[int]:
+        """Return the budgets that a request may ask for, for an image or for each frame of a video."""
+        most = min(self.max_budget, MAX_VIDEO_BUDGET) if kind == MediaKind.VIDEO else self.max_budget
+        return [budget for budget in BUDGETS if budget <= most]
 
     def check_kind(self, name: str, kind: MediaKind) -> None:
         """Raise if the model has no input of this kind. `name` says in the error which medium it is."""

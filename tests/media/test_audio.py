@@ -113,6 +113,35 @@ def test_files_in_every_format(form):
         assert np.abs(decoded - samples).max() < 1e-4
 
 
+def test_an_mp3_that_ends_before_its_header_says():
+    """What is not there is neither memory of the process nor a part of the file once more."""
+    data = recording(sound(35 * 16_000), form="MP3")
+    cut = data[: len(data) * 2 // 3]
+    with soundfile.SoundFile(io.BytesIO(cut)) as file:
+        assert file.frames == 35 * 16_000
+        there = file.read(dtype="float32")
+    assert 20 * 16_000 < there.size < 25 * 16_000
+    assert np.array_equal(decode_audio(cut, 60.0), there)
+
+
+def test_a_flac_of_unknown_length():
+    """Programs that write to a pipe cannot know it."""
+    samples = sound(12 * 16_000)
+    data = bytearray(recording(samples, form="FLAC"))
+    place = 8 + 13  # the number of samples has 36 bits, the lowest of these 5 bytes
+    data[place] &= 0xF0
+    data[place + 1 : place + 5] = bytes(4)
+    assert np.abs(decode_audio(bytes(data), 20.0) - samples).max() < 1e-4
+    with pytest.raises(Refusal, match="longer than 11 s"):
+        decode_audio(bytes(data), 11.0)
+
+
+@pytest.mark.parametrize("subtype", ["GSM610", "G721_32", "IMA_ADPCM", "ULAW"])
+def test_codings_of_telephones(subtype):
+    decoded = decode_audio(recording(sound(8000), 8000, subtype=subtype), 10.0)
+    assert abs(decoded.size - 16_000) < 2000
+
+
 def track(samples: np.ndarray, form: str, codec: str, rate: int = 16_000) -> bytes:
     """Return sound in a container, as a browser records it."""
     buffer = io.BytesIO()

@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from culet.errors import BadRequest, TimedOut
+from culet.errors import BadRequest, ConfigError, TimedOut
 from culet.line_process import Stopper
-from culet.media.fetch import FetchRules, check_url, fetch, is_public
+from culet.media.fetch import FetchRules, check_url, fetch, is_public, read_hosts
 from culet.media.items import MediaKind
 from culet.media.limits import MediaLimits
 
@@ -219,14 +219,23 @@ def test_a_name_that_is_not_found(server, names):
     [
         *("0.0.0.0", "10.1.2.3", "100.64.0.1", "127.0.0.1", "169.254.169.254", "172.16.0.1", "192.168.0.1", "224.0.0.1"),
         *("255.255.255.255", "::", "::1", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:10.0.0.1", "192.0.2.1"),
-        *("64:ff9b::7f00:1", "2002:7f00:1::", "2001:0:1::1", "not an address"),
+        *(
+            "64:ff9b::7f00:1",
+            "2002:7f00:1::",
+            "2001:0:1::1",
+            "not an address",
+            "64:ff9b:1::7f00:1",
+            "::127.0.0.1",
+            "::10.0.0.1",
+        ),
+        *("::ffff:0:127.0.0.1", "fec0::1", "3fff::1", "5f00::1", "192.0.0.192", "192.88.99.1", "2606:4700::1%eth0"),
     ],
 )
 def test_addresses_that_are_not_public(address):
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111"])
+@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "::ffff:8.8.8.8"])
 def test_addresses_that_are_public(address):
     assert is_public(address)
 
@@ -269,3 +278,29 @@ def test_urls_that_are_accepted(url):
 def test_nothing_is_listed_by_default():
     with pytest.raises(BadRequest, match=r"URLs of media\.example are not fetched"):
         fetch(f"https://{HOST}/", MediaKind.IMAGE, FetchRules(), LIMITS)
+
+
+@pytest.mark.parametrize(("url", "got"), [("cat.jpg", "a path"), ("iVBORw0KGgo" * 100, "text that is no URL")])
+def test_base64_alone_is_no_path(url, got):
+    with pytest.raises(BadRequest, match=f"url: got {got}, expected a data: or https URL") as raised:
+        check_url(url, FetchRules(), "url")
+    assert "data:image/png;base64,DATA" in raised.value.hint
+
+
+def test_hosts_are_listed_as_urls_name_them():
+    listed = read_hosts(" Media.Example., cdn.example:443,other.example:8443 ,,")
+    assert listed == {"media.example", "cdn.example", "other.example:8443"}
+    for url in ("https://media.example/a", "https://cdn.example/a", "https://other.example:8443/a"):
+        check_url(url, FetchRules(listed), "url")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *("https://media.example", "*.media.example", "*", "media.example/", "media.example/images", "media example"),
+        *("media.example:0", "media.example:x", "media.example:", "mediä.example", "[::1]", "::1", "-"),
+    ],
+)
+def test_hosts_that_no_url_could_match_are_refused(entry):
+    with pytest.raises(ConfigError, match=r"allowed-media-domains: got .* expected the name of a host"):
+        read_hosts(f"good.example,{entry}")

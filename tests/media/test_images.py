@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from culet.errors import BadRequest, CheckpointError
 from culet.media.decoding.images import decode_image, resize
@@ -153,6 +153,20 @@ def test_keys_name_the_content(reader: MediaReader):
     assert len(as_file.key) == 32
 
 
+def test_keys_depend_on_the_last_pixel_and_on_the_form(reader: MediaReader):
+    def item(pixels: np.ndarray) -> MediaItem:
+        return reader.read_now([pixel_source(pixels, name="i", max_soft_tokens=70)])[0].items[0]
+
+    wide = np.full((480, 960, 3), 7, dtype=np.uint8)
+    dotted = wide.copy()
+    dotted[-8:, -8:] = 99
+    first, second, tall = item(wide), item(dotted), item(wide.transpose(1, 0, 2))
+    size = len(first.data)
+    assert first.data[: size // 2] == second.data[: size // 2]
+    assert first.data == tall.data
+    assert len({first.key, second.key, tall.key}) == 3
+
+
 def test_transparency_is_white():
     """Trap 19."""
     layers = np.zeros((2, 3, 4), dtype=np.uint8)
@@ -226,6 +240,16 @@ def test_modes_of_colour():
     assert np.array_equal(decode_image(data, 10_000), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
 
 
+def test_long_profiles_and_texts_are_ignored():
+    """Photo editors write profiles and descriptions of some megabytes."""
+    image = picture()
+    texts = PngImagePlugin.PngInfo()
+    texts.add_text("Description", "a" * 3_000_000, zip=True)
+    texts.add_itxt("XML:com.adobe.xmp", "b" * 3_000_000, zip=True)
+    for options in ({"icc_profile": noise(2_000_000).tobytes()}, {"pnginfo": texts}):
+        assert np.array_equal(decode_image(encoded(image, **options), 10_000), np.asarray(image))
+
+
 @pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
 def test_an_animation_is_its_first_frame(form):
     frames = [Image.new("RGB", (20, 10), colour) for colour in ((255, 0, 0), (0, 255, 0), (0, 0, 255))]
@@ -237,7 +261,8 @@ def test_an_animation_is_its_first_frame(form):
 
 def test_budgets():
     spec = MediaSpec(frozenset(MediaKind))
-    assert [spec.budget(MediaKind.IMAGE, detail=detail) for detail in (None, "auto", "low", "high")] == [280, 280, 70, 1120]
+    details = (None, "auto", "low", "high", "original")
+    assert [spec.budget(MediaKind.IMAGE, detail=detail) for detail in details] == [280, 280, 70, 1120, 1120]
     assert [spec.budget(MediaKind.VIDEO, detail=detail) for detail in (None, "low", "high")] == [70, 70, 280]
     with pytest.raises(BadRequest, match="got 560, expected one of 70, 140, 280 for each frame"):
         spec.budget(MediaKind.VIDEO, 560)
@@ -247,6 +272,9 @@ def test_budgets():
             spec.budget(MediaKind.IMAGE, wrong)
     with pytest.raises(BadRequest, match="detail"):
         spec.budget(MediaKind.IMAGE, detail="best")
+    small = MediaSpec(frozenset(MediaKind), max_budget=140)
+    assert small.budgets(MediaKind.IMAGE) == small.budgets(MediaKind.VIDEO) == [70, 140]
+    assert small.budget(MediaKind.IMAGE, detail="original") == 140
 
 
 def test_what_each_variant_reads():

@@ -48,6 +48,19 @@ def test_every_mode_is_read(mode: str):
     assert opened(Image.new(mode, (3, 2))).shape == (2, 3, 3)
 
 
+@pytest.mark.parametrize(
+    ("levels", "dtype"), [([0, 65535], "int32"), ([-1, 9], "int32"), ([0, 1], "float32"), ([0, 256], "float32")]
+)
+def test_levels_that_pillow_would_cut_off_are_refused(levels: list[float], dtype: str):
+    with pytest.raises(BadRequest, match=f"image: got a picture of mode .* from {levels[0]} to {levels[1]}, expected 0 to 255"):
+        opened(Image.fromarray(np.array([levels], dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float32"])
+def test_levels_of_8_bits_are_kept(dtype: str):
+    assert opened(Image.fromarray(np.array([[0, 7, 255]], dtype)))[0, :, 0].tolist() == [0, 7, 255]
+
+
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "La"])
 @pytest.mark.parametrize("size", [(0, 0), (0, 5), (5, 0)])
 def test_pictures_without_pixels_are_refused(mode: str, size: tuple[int, int]):

@@ -27,13 +27,13 @@ from culet.media.messages import Question
 from culet.media.pool import DecoderPool
 from culet.media.queue import MediaQueue
 from culet.media.reader import MediaReader
-from culet.media.sources import MediaSource, decode_base64, pixel_source
+from culet.media.sources import MediaSource, decode_base64, pixel_source, sample_source
 from culet.media.spec import MediaSpec, read_media_spec
 from culet.models import embedded
 from culet.models.towers.spec import read_towers
 from tests.media.conftest import LIMITS, PoolInThisProcess
 from tests.media.hostile_files import encoded, png
-from tests.media.noise import noise
+from tests.media.noise import noise, sound
 
 SMALL = encoded("PNG")
 
@@ -125,6 +125,10 @@ def test_media_are_bounded_by_the_context_and_by_the_memory(served: MediaReader,
     assert medium.num_tokens == 60
     with pytest.raises(ContextTooLong, match=r"image \d: the media so far have 120 tokens, but the context holds 119"):
         asyncio.run(served.read(sources[:2], max_tokens=119))
+    recording = sample_source(sound(16_000), 16_000, name="clip")
+    with pytest.raises(ContextTooLong, match="clip: the media so far have 25 tokens") as raised:
+        asyncio.run(served.read([recording], max_tokens=24))
+    assert raised.value.hint == "send shorter recordings"
     size = len(medium.items[0].data)
     monkeypatch.setattr(served, "held", HeldBytes(3 * size))
     media = asyncio.run(served.read(sources[:3]))

@@ -24,6 +24,7 @@ MAX_PEAK = 100.0  # samples lie in [-1, 1], and files of floats may exceed it a 
 _MAX_CHANNELS = 8
 _MIN_RATE, _MAX_RATE = 4_000, 384_000
 _BLOCK_S = 10
+_UNKNOWN_LEN = 1 << 62  # libsndfile gives the largest number there is if a file does not say how long it is
 _FRAME_LEN, _HOP, _FFT_LEN = 320, 160, 512
 _NUM_MELS, _MAX_HZ, _FLOOR = 128, 8000.0, 1e-3
 
@@ -39,11 +40,20 @@ def decode_audio(data: bytes, max_seconds: float) -> Array:
         import soundfile
     except (ImportError, OSError):
         raise Refusal("audio cannot be decoded here, because soundfile is not installed", INSTALL) from None
+
+    class Stream(soundfile.SoundFile):  # type: ignore[misc, unused-ignore]
+        """A file that is read from its beginning to its end."""
+
+        def seekable(self) -> bool:
+            """Return False, because soundfile would seek after every read, and a FLAC of unknown length allows none."""
+            return False
+
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
+        with Stream(io.BytesIO(data)) as file:
             if file.format not in ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG"):
                 raise Refusal(f"this is not audio that can be read, expected {', '.join(FORMATS)}")
-            _check_header(file.frames, file.samplerate, file.channels, max_seconds)
+            num_frames = file.frames if file.frames < _UNKNOWN_LEN else 0
+            _check_header(num_frames, file.samplerate, file.channels, max_seconds)
             samples, rate = _read_mono(file, max_seconds), file.samplerate
     except (Refusal, MemoryError):
         raise
@@ -154,9 +164,16 @@ def _check_header(num_frames: int, rate: int, num_channels: int, max_seconds: fl
 
 
 def _read_mono(file: Any, max_seconds: float) -> Array:
-    """Read all samples and average the channels. A file may be longer than its header says, so the blocks are counted."""
-    blocks = file.blocks(_BLOCK_S * file.samplerate, dtype="float32", always_2d=True)
-    return _join((block.mean(axis=1) for block in blocks), file.samplerate, max_seconds)
+    """Read all samples and average the channels. A header may say any length, so only the samples that are read count.
+
+    `SoundFile.blocks` believes the header. Beyond a file's end it repeats the memory of earlier blocks.
+    """
+
+    def blocks() -> Iterator[Array]:
+        while (block := file.read(_BLOCK_S * file.samplerate, dtype="float32", always_2d=True)).size:
+            yield block.mean(axis=1)
+
+    return _join(blocks(), file.samplerate, max_seconds)
 
 
 def _read_track(data: bytes, max_seconds: float) -> tuple[Array, int]:

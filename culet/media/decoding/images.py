@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, PngImagePlugin
 
 from culet.media.decoding.colours import clear_colour, to_rgb
 from culet.media.decoding.refusal import Refusal
@@ -28,6 +28,8 @@ _TURNS = {
 }
 
 ImageFile.LOAD_TRUNCATED_IMAGES = False
+# Pillow refuses a PNG whose profile or text has more than 1 MB once decompressed, and some programs write such files.
+PngImagePlugin.MAX_TEXT_CHUNK = 16 << 20
 
 
 def decode_image(data: bytes, max_pixels: int) -> np.ndarray[Any, Any]:

@@ -44,7 +44,7 @@ RawArguments = Annotated[
 ]
 
 
-Detail = Literal["low", "auto", "high"]
+Detail = Literal["low", "auto", "high", "original"]
 
 
 class UrlField(Struct, omit_defaults=True):

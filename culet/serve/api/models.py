@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from culet.media.items import MediaKind
-from culet.media.spec import BUDGETS, MAX_MEL_SAMPLES, MAX_VIDEO_BUDGET, SAMPLE_RATE
+from culet.media.spec import MAX_MEL_SAMPLES, SAMPLE_RATE
 from culet.serve.api.endpoint import Endpoint, json_response
 from culet.serve.service import Service
 
@@ -106,8 +106,7 @@ def _media_input(service: Service) -> MediaInput | None:
     image, video, audio = (common[kind] for kind in (MediaKind.IMAGE, MediaKind.VIDEO, MediaKind.AUDIO))
     if not any(common.values()):
         return None
-    budgets = list(BUDGETS)
-    frames = [budget for budget in BUDGETS if budget <= MAX_VIDEO_BUDGET]
+    budgets, frames = spec.budgets(MediaKind.IMAGE), spec.budgets(MediaKind.VIDEO)
     max_s = min(limits.max_audio_s, MAX_MEL_SAMPLES / SAMPLE_RATE) if spec.has_mel else limits.max_audio_s
     return MediaInput(
         max_body_bytes=service.limits.body_mb << 20,

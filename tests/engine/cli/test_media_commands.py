@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import soundfile
 from PIL import Image
 
+from culet.cli.chat import _path_of
 from culet.cli.generate import _chat_request, _plain_request
 from culet.cli.main import run
 from culet.testing.tiny import write_checkpoint
@@ -57,7 +59,19 @@ def test_requests() -> None:
 
 def test_a_file_that_is_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(("generate", "What?", "--chat", "--image", str(folder / "no.png"), "-m", str(folder), *GREEDY)) != 0
-    assert "cannot read" in capsys.readouterr().err
+    assert f"--image {folder / 'no.png'}: cannot read" in capsys.readouterr().err
+
+
+def test_names_as_terminals_write_dropped_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "my 'red' cat.png"
+    path.touch()
+    for name in (str(path), f'"{path}"', shlex.quote(str(path)), str(path).replace(" ", "\\ ").replace("'", "\\'")):
+        assert _path_of(name) == path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "b.png").touch()
+    assert _path_of("~/b.png") == tmp_path / "b.png"
+    for name in ("'no end", "two words", "", str(tmp_path)):
+        assert not _path_of(name).is_file()
 
 
 def test_chat(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

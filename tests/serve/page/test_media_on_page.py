@@ -167,9 +167,34 @@ def check_formulas(page: Page) -> None:
     assert sounds == [[num_mel_tokens(num_mel_frames(length)), -(-length // SAMPLES_PER_TOKEN)] for length in lengths]
 
 
+SMALL_BUDGETS = """async () => {
+  const { setAccepted, whatIsAccepted } = await import("/page/media/accepted.js");
+  const { budgetFields } = await import("/page/media/tokens.js");
+  const usual = whatIsAccepted();
+  const fieldsOf = (kind) => budgetFields([{ kind }]).mm_processor_kwargs?.max_soft_tokens ?? null;
+  const before = ["image", "video", "audio"].map(fieldsOf);
+  setAccepted({ ...usual, image: { ...usual.image, budgets: [70, 140] } });
+  const after = fieldsOf("image");
+  setAccepted(usual);
+  return [before, after];
+}"""
+
+
+def check_budgets(page: Page) -> None:
+    """Check that a budget that was chosen for another server is lowered to what this one allows."""
+    page.keyboard.press("Alt+s")
+    page.locator("#set-budget").select_option("1120")
+    page.get_by_role("button", name="Done").click()
+    assert page.evaluate(SMALL_BUDGETS) == [[1120, 280, None], 140]
+    page.keyboard.press("Alt+s")
+    page.locator("#set-budget").select_option("")
+    page.get_by_role("button", name="Done").click()
+
+
 def test_sizes_are_those_of_the_server_and_what_it_refuses_is_not_sent(open_seeing: Any) -> None:
     page = open_seeing()
     check_formulas(page)
+    check_budgets(page)
     megabyte = 1 << 20
     heic = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
     for name, data, num_bytes, problem in (

@@ -25,12 +25,12 @@ export function audioTokens(seconds, features) {
   return Math.floor((frames + 3) / 4);
 }
 
-// Returns the budget that the settings ask for, or null for the model's own. With a video among the media of a request, it is
-// at most what a frame may have.
+// Returns the budget that the settings ask for, or null for the model's own. It is at most what the server allows for an image,
+// and with a video among the media of a request, what it allows for a frame.
 function budgetFor(media) {
-  const most = Math.max(...(whatIsAccepted()?.video?.budgets ?? [0]));
-  const hasVideo = media.some(({ kind }) => kind === "video");
-  return chosenBudget() && (hasVideo ? Math.min(chosenBudget(), most) : chosenBudget());
+  const most = (kind) => Math.max(...(whatIsAccepted()?.[kind]?.budgets ?? []), 0) || Infinity;
+  const kinds = ["image", "video"].filter((name) => media.some(({ kind }) => kind === name));
+  return kinds.length && chosenBudget() ? Math.min(chosenBudget(), ...kinds.map(most)) : null;
 }
 
 // Returns the fields that a request with these media has besides its messages.

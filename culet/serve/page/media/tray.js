@@ -187,6 +187,8 @@ export function showAbilities() {
   fileField.accept = acceptedTypes().join(",");
   byId("drop").textContent = `Drop ${kindNames()} here`;
   byId("budget-field").hidden = !kinds.includes("image");
+  const budgets = whatIsAccepted()?.image?.budgets ?? [];
+  for (const option of byId("set-budget").options) option.disabled = option.value && !budgets.includes(Number(option.value));
   showSizes();
 }
 
