@@ -34,8 +34,7 @@ def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
     path = _local_path(model)
     if path is not None and path.is_file():
         return gguf_config(read_gguf(path)) if path.suffix == GGUF_SUFFIX else read_json(path)
-    folder = _local_folder(model, revision) or _download(model, revision, only=CONFIG_FILE)
-    return read_json(folder / CONFIG_FILE)
+    return read_model_config(_local_folder(model, revision) or _download(model, revision, only=(CONFIG_FILE, _MODELOPT_FILE)))
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
@@ -81,16 +80,15 @@ def _local_folder(model: str, revision: str | None) -> Path | None:
     return None
 
 
-def _download(model: str, revision: str | None, only: str = "") -> Path:
+def _download(model: str, revision: str | None, only: tuple[str, ...] = _FILES) -> Path:
     """Return the local folder of a hub model. Download what is missing, unless the hub is offline."""
     from huggingface_hub import snapshot_download
     from huggingface_hub import utils as hub
 
     is_offline = env.HUB_OFFLINE.is_set()
-    patterns = [only] if only else list(_FILES)
     try:
         folder = snapshot_download(
-            model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"], local_files_only=is_offline
+            model, revision=revision, allow_patterns=list(only), ignore_patterns=["*/*"], local_files_only=is_offline
         )
     except hub.GatedRepoError as error:
         hint = "accept the model's terms on its Hub page, then run `hf auth login`"

@@ -22,7 +22,8 @@ from torch import Tensor
 from culet.errors import CheckpointError
 from culet.layers.weight.byte_sizes import stored_bytes
 from culet.layers.weight.placement import TORCH_DTYPES, Piece, Placement
-from culet.models.weight_files import StoredTensor, open_file
+from culet.layers.weight.quantised.block_types import BLOCK_SIZES
+from culet.models.weight_files import StoredTensor
 
 _NUM_THREADS = 8
 _READ_BYTES = 16 << 20  # of one read, where a tensor can be split
@@ -73,23 +74,32 @@ class Read:
             return self.run.read(room)
         if self.run is not None:
             return self.run.read(torch.empty(self.num_bytes, dtype=torch.uint8))
-        with open_file(self.source.file) as tensors:
-            value: Tensor = tensors.get_slice(self.source.name)[self.piece.region]
-        return value
+        return self.source.read_region(self.piece.region)
 
 
 def _find_run(tensor: StoredTensor, region: tuple[Any, ...]) -> _Run | None:
-    """Return the bytes of a region, if the region has whole rows of a plain tensor."""
-    if tensor.offset is None or tensor.dtype not in TORCH_DTYPES:
-        return None
-    dtype, shape = TORCH_DTYPES[tensor.dtype], tensor.shape
+    """Return the bytes of a region, if they lie together: whole rows of a tensor, or of one matrix of a stack.
+
+    Blocks of a GGUF file are read as bytes.
+    """
+    shape, dtype = tensor.shape, TORCH_DTYPES.get(tensor.dtype)
+    if dtype is None:
+        if tensor.dtype not in BLOCK_SIZES:
+            return None
+        dtype, (values, size) = torch.uint8, BLOCK_SIZES[tensor.dtype]
+        shape = (*shape[:-1], shape[-1] // values * size)
     if region == (...,) or not shape:
         return _Run(tensor.file, tensor.offset, dtype, shape)
-    rows, *rest = (part.indices(size) for part, size in zip(region, shape, strict=True))
-    if any(part != (0, size, 1) for part, size in zip(rest, shape[1:], strict=True)) or rows[2] != 1:
+    cuts = [part.indices(size) for part, size in zip(region, tensor.shape, strict=True)]
+    cut_dims = [dim for dim, (cut, size) in enumerate(zip(cuts, tensor.shape, strict=True)) if cut != (0, size, 1)]
+    last = cut_dims[-1] if cut_dims else 0
+    if any(step != 1 for *_, step in cuts) or any(stop - start != 1 for start, stop, _ in cuts[:last]):
         return None
-    row_bytes = prod(shape[1:]) * dtype.itemsize
-    return _Run(tensor.file, tensor.offset + rows[0] * row_bytes, dtype, (rows[1] - rows[0], *shape[1:]))
+    if last == len(shape) - 1 and cut_dims and dtype is torch.uint8 and tensor.dtype in BLOCK_SIZES:
+        return None
+    begin = sum(cuts[dim][0] * prod(shape[dim + 1 :]) for dim in range(last + 1)) * dtype.itemsize
+    found = (*(stop - start for start, stop, _ in cuts[: last + 1]), *shape[last + 1 :])
+    return _Run(tensor.file, tensor.offset + begin, dtype, found)
 
 
 def plan_reads(tensor: StoredTensor, placement: Placement) -> Iterator[Read]:

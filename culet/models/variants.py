@@ -186,3 +186,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         None,
     ),
 }
+
+
+def variant_of(hidden_size: object, num_layers: object) -> str | None:
+    """Return the name of the model with these dimensions, or None if it is none of them."""
+    for name, config in VARIANTS.items():
+        if (config["text_config"]["hidden_size"], config["text_config"]["num_hidden_layers"]) == (hidden_size, num_layers):
+            return name
+    return None

@@ -17,7 +17,8 @@ from culet.errors import CheckpointError
 from culet.layers.weight.byte_sizes import stored_bytes
 from culet.layers.weight.quantised.gguf import BlockSlice
 from culet.models.folder import GGUF_SUFFIX, read_json
-from culet.models.quantised.gguf_file import GgufFile, read_gguf
+from culet.models.quantised.gguf_file import read_gguf
+from culet.models.quantised.gguf_folder import GGUF_FILE
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -35,7 +36,7 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str  # as in a safetensors header
-    offset: int | None  # of its first byte in the file; None if the bytes are not those of a plain tensor
+    offset: int  # of its first byte in the file
 
     @property
     def num_bytes(self) -> int:
@@ -43,10 +44,18 @@ class StoredTensor:
 
     def read(self, index: int | None = None) -> Tensor:
         """Return the tensor, or one matrix of a stack."""
+        return self.read_region((...,)) if index is None else self.read_region((slice(index, index + 1),))[0]
+
+    def read_region(self, region: tuple[Any, ...]) -> Tensor:
+        """Return a part of the tensor. Blocks of a GGUF file are returned as they are.
+
+        The header of a GGUF file has the whole vocabulary and takes a second to read, so it is not read again.
+        """
+        if self.file.suffix == GGUF_SUFFIX:
+            raw = np.memmap(self.file, mode="r", offset=self.offset, shape=(self.num_bytes,))
+            return BlockSlice(raw, self.shape, self.dtype)[region]
         with open_file(self.file) as tensors:
-            value: Tensor = (
-                tensors.get_tensor(self.name) if index is None else tensors.get_slice(self.name)[index : index + 1][0]
-            )
+            value: Tensor = tensors.get_tensor(self.name) if region == (...,) else tensors.get_slice(self.name)[region]
         return value
 
 
@@ -54,12 +63,16 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor in the folder's files by its name."""
     found: dict[str, StoredTensor] = {}
     for file in weight_files(folder):
-        with open_file(file) as tensors:
-            offsets = {} if file.suffix == GGUF_SUFFIX else _read_offsets(file)
-            for name in tensors.keys():  # noqa: SIM118 (an open file is not a dict)
-                header = tensors.get_slice(name)
+        if file.suffix == GGUF_SUFFIX:
+            tensors = read_gguf(file).tensors.items()
+            found |= {name: StoredTensor(name, file, each.shape, each.kind, each.offset) for name, each in tensors}
+            continue
+        with open_file(file) as opened:
+            offsets = _read_offsets(file)
+            for name in opened.keys():  # noqa: SIM118 (an open file is not a dict)
+                header = opened.get_slice(name)
                 shape, dtype = tuple(header.get_shape()), str(header.get_dtype())
-                found[name] = StoredTensor(name, file, shape, dtype, offsets.get(name))
+                found[name] = StoredTensor(name, file, shape, dtype, offsets[name])
     return found
 
 
@@ -104,10 +117,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def open_file(file: Path) -> Iterator[Any]:
-    """Open a memory-mapped safetensors or GGUF file. Errors name the file."""
-    if file.suffix == GGUF_SUFFIX:
-        yield _Blocks(read_gguf(file))
-        return
+    """Open a memory-mapped safetensors file. Errors name the file."""
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             yield tensors
@@ -117,23 +127,10 @@ def open_file(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file}: cannot be read: {problem}", hint=hint) from error
 
 
-class _Blocks:
-    """An open GGUF file, with the methods of an open safetensors file."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self._file = file
-        self._bytes = np.memmap(file.path, mode="r")
-
-    def keys(self) -> list[str]:
-        return list(self._file.tensors)
-
-    def get_slice(self, name: str) -> BlockSlice:
-        tensor = self._file.tensors[name]
-        raw = self._bytes[tensor.offset : tensor.offset + tensor.num_bytes]
-        return BlockSlice(raw, tensor.shape, tensor.kind, tensor.values_per_block, tensor.bytes_per_block)
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self.get_slice(name)[...]
+def shown(folder: Path) -> Path:
+    """Return what a user passed for the folder in an error: a GGUF file, or the folder itself."""
+    link = folder / GGUF_FILE
+    return link.resolve() if link.is_symlink() else folder
 
 
 def listed(names: list[str], noun: str) -> str:

@@ -17,7 +17,6 @@ from typing import Protocol, TypeVar
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from torch import Tensor
 
 from culet.errors import CheckpointError, ConfigError
 from culet.layers.weight.placement import FLOATS, INTEGERS, Placement
@@ -28,10 +27,11 @@ from culet.models.checkpoint import Checkpoint
 from culet.models.folder import read_model_config
 from culet.models.gemma4 import Gemma4
 from culet.models.quantised.config import read_quantisation, trained_file
+from culet.models.quantised.finite import find_not_finite
 from culet.models.random_weights import draw_model
 from culet.models.read_ahead import plan_reads, run_reads
 from culet.models.spec import ModelSpec
-from culet.models.weight_files import StoredTensor, listed, open_file, read_headers, weight_files
+from culet.models.weight_files import StoredTensor, listed, read_headers, shown
 from culet.parallel.group import RankGroup
 from culet.parallel.rank import ONLY_RANK
 
@@ -41,7 +41,6 @@ PLAIN_TYPES = FLOATS | INTEGERS
 _PREFIXES = ("model.language_model.", "model.")
 _TOWERS = re.compile(r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\.")
 _HEAD = "lm_head"  # stored by some tools, although it equals the embedding table
-_SCANNED = 1 << 24  # values that are checked at a time
 
 
 class Fillable(Protocol):
@@ -137,7 +136,7 @@ def _choose_formats(
     if quantization == AUTO:
         return weights if is_plain else replace(weights, choose_format=StoredFormats(quantisation, headers, chosen))
     if not is_plain:
-        problem = f"quantization: got {quantization}, but the weights of {folder} are already quantised"
+        problem = f"quantization: got {quantization}, but the weights of {shown(folder)} are already quantised"
         raise ConfigError(problem, hint="omit --quantization, or pass the bfloat16 checkpoint")
     return choose_rounding(weights, quantization)
 
@@ -169,21 +168,13 @@ def _match_names(stored: Iterable[str], spec: ModelSpec) -> dict[str, str]:
 
 def explain_not_finite(folder: Path) -> CheckpointError:
     """Return the error for a model whose logits are not finite. It names the tensors with such values, if there are any."""
-    found = []
-    for file in weight_files(folder):
-        with open_file(file) as tensors:
-            names = [name for name in tensors.keys() if not _TOWERS.match(name)]  # noqa: SIM118 (an open file is not a dict)
-            found += [name for name in names if not _is_finite(tensors.get_tensor(name))]
+    found = find_not_finite(tensor for name, tensor in read_headers(folder).items() if not _TOWERS.match(name))
     if found:
         problem = f"{listed(found, 'tensor')} with values that are NaN or infinite, so the model's logits are not finite"
-        return CheckpointError(f"{folder}: {problem}", hint="the checkpoint is damaged: download it again")
+        return CheckpointError(f"{shown(folder)}: {problem}", hint="the checkpoint is damaged: download it again")
     problem = "the model's logits are not finite, although all of its weights are"
-    return CheckpointError(f"{folder}: {problem}", hint="config.json may belong to another model; or try --dtype float32")
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or all(
-        bool(torch.isfinite(part.float()).all()) for part in tensor.flatten().split(_SCANNED)
+    return CheckpointError(
+        f"{shown(folder)}: {problem}", hint="config.json may belong to another model; or try --dtype float32"
     )
 
 
@@ -209,7 +200,7 @@ def _check(folder: Path, places: dict[str, Placement], stored: dict[str, StoredT
         problems.append(f"{listed(strange, 'tensor')} of an unsupported type")
     if problems:
         hint = "config.json and the weights belong to different models, or the checkpoint is quantised or incomplete"
-        raise CheckpointError(f"{folder}: {'; '.join(problems)}", hint=hint)
+        raise CheckpointError(f"{shown(folder)}: {'; '.join(problems)}", hint=hint)
 
 
 def _by_file(names: Iterable[str], stored: dict[str, StoredTensor], chosen: dict[str, str]) -> dict[Path, list[str]]:
@@ -221,13 +212,13 @@ def _by_file(names: Iterable[str], stored: dict[str, StoredTensor], chosen: dict
 
 def _check_scales(folder: Path, places: dict[str, Placement], stored: dict[str, StoredTensor], chosen: dict[str, str]) -> None:
     """Raise if a scale of quantised weights is not finite. It would spoil whole groups of weights."""
-    found = []
-    for file, names in _by_file((name for name in places if places[name].is_scale), stored, chosen).items():
-        with open_file(file) as tensors:
-            found += [chosen[name] for name in names if not _is_finite(tensors.get_tensor(chosen[name]))]
+    names = [name for name in places if places[name].has_scales]
+    divisors = frozenset(chosen[name] for name in names if places[name].is_divisor)
+    found = find_not_finite((stored[chosen[name]] for name in names), divisors)
     if found:
-        problem = f"{listed(found, 'scale')} with values that are NaN or infinite"
-        raise CheckpointError(f"{folder}: {problem}", hint="the checkpoint is damaged: download it again")
+        zero = ", or 0 although they divide" if divisors.intersection(found) else ""
+        problem = f"{listed(found, 'tensor')} with scales that are NaN or infinite{zero}"
+        raise CheckpointError(f"{shown(folder)}: {problem}", hint="the checkpoint is damaged: download it again")
 
 
 def _fill(

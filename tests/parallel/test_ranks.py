@@ -8,12 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from culet.models.checkpoint import open_checkpoint
+from tests.models.formats.test_compressed_tensors import NVFP4, integers
+from tests.models.formats.test_gguf import write_gguf
+from tests.models.formats.writing import SHAPES, compressed, ct_config, write_pair
 from tests.parallel import jobs
 from tests.parallel.jobs import Asked, prompt
 from tests.parallel.ranks import Ranks
@@ -60,6 +65,40 @@ def test_a_rank_holds_its_part_of_the_weights(ranks_of: RanksOf, model_of: Model
         for part in {"embedding", "mlp", "experts"} & whole.keys():
             assert held[part] * size == whole[part], part
         assert held["all"] < 1.2 * whole["all"] / size + (0 if size <= jobs.SHAPES[shape] else whole["global"])
+
+
+def write_int4(root: Path) -> Path:
+    weights = integers(4, 32, symmetric=False)
+    return write_pair(
+        root, "31B", compressed(weights, "pack-quantized"), ct_config((["Linear"], weights, "pack-quantized"))
+    ).folder
+
+
+def write_nvfp4(root: Path) -> Path:
+    config = ct_config((["Linear"], NVFP4, "nvfp4-pack-quantized"))
+    return write_pair(root, "26B-A4B", compressed(NVFP4, "nvfp4-pack-quantized"), config).folder
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_int4,
+        pytest.param(write_nvfp4, marks=pytest.mark.slow),
+        lambda root: write_gguf(root, "26B-A4B", "Q4_0")[0],
+        pytest.param(lambda root: write_gguf(root, "31B", "Q8_0")[0], marks=pytest.mark.slow),
+    ],
+    ids=["int4 with zero points", "nvfp4", "Q4_0", "Q8_0"],
+)
+def test_stored_formats(
+    ranks_of: RanksOf, write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks cut packed words, groups, zero points and blocks as one process reads them."""
+    monkeypatch.setitem(SHAPES, "31B", SHAPES["31B"] | {"hidden_size": 256})
+    monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path / "cache"))
+    folder = open_checkpoint(str(write(tmp_path))).folder  # of a GGUF file, the folder that stands for it
+    want = jobs.every_logit(None, str(folder), (20, 12, 1))
+    for logits in ranks_of(2).run(jobs.every_logit, str(folder), (20, 12, 1)):
+        torch.testing.assert_close(logits, want, rtol=0, atol=3e-4)
 
 
 # Engines. Each rank schedules for itself, and the schedulers are equal.

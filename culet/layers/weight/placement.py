@@ -77,6 +77,7 @@ class ConvertedPiece(Piece):
 
     convert: Callable[[Tensor], tuple[Tensor, ...]] = lambda value: (value,)
     more_targets: tuple[Tensor, ...] = ()
+    is_rowwise: bool = False  # a row of every target needs only that row of the region
 
     def fill(self, value: Tensor) -> None:
         """Convert the values of the region, and copy the results to the targets."""
@@ -85,8 +86,14 @@ class ConvertedPiece(Piece):
             target.copy_(result)
 
     def split(self, num_rows: int) -> Iterator[Piece]:
-        """Yield this piece. The conversion needs the whole region."""
-        yield self
+        """Yield pieces of at most `num_rows` rows, or this piece if its conversion needs the whole region."""
+        if not self.is_rowwise:
+            yield self
+            return
+        first = self.region[0].start
+        for part in super().split(num_rows):
+            rows = slice(part.region[0].start - first, part.region[0].stop - first)
+            yield replace(self, target=part.target, region=part.region, more_targets=tuple(t[rows] for t in self.more_targets))
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,8 @@ class Placement:
     shape: tuple[int, ...]  # shape of the whole stored tensor
     pieces: tuple[Piece, ...]
     types: Collection[str] = FLOATS  # stored types that can be read
-    is_scale: bool = False  # the values must be finite, which is checked before anything is loaded
+    has_scales: bool = False  # it holds scales, which must be finite. That is checked before anything is loaded.
+    is_divisor: bool = False  # the values divide, so they must not be 0
     is_flat: bool = False  # dimensions of size 1 may be missing from the stored shape, or there may be more of them
 
     def fits(self, shape: tuple[int, ...]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from culet.errors import CheckpointError
 from culet.layers.weight.quantised.block_types import GROUP
 from culet.layers.weight.quantised.scheme import COMPRESSED_TENSORS, GGUF, MOBILE, MODELOPT, Scheme
-from culet.models.variants import VARIANTS
+from culet.models.variants import variant_of
 
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
 _MODELOPT_KINDS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4", "FP8": "fp8"}
@@ -31,8 +31,9 @@ class Group:
     targets: tuple[str, ...]
     scheme: Scheme
 
-    def matches(self, module: str) -> bool:
-        return any(_matches(target, module) for target in self.targets)
+    def match(self, module: str) -> int:
+        """Return how exactly a target matches: by name (3), by expression (2), by class (1), or not at all (0)."""
+        return max((_match(target, module) for target in self.targets), default=0)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class Quantisation:
         if self.method == MOBILE:
             bits = self.bits_for(module)
             return Scheme("int8" if bits == 8 else "int4")
-        return next((group.scheme for group in self.groups if group.matches(module)), None)
+        # As in compressed-tensors, the most exact match counts, and the first of equal ones.
+        best = max(self.groups, key=lambda group: group.match(module), default=None)
+        return None if best is None or not best.match(module) else best.scheme
 
     @property
     def only_scheme(self) -> Scheme | None:
@@ -65,15 +68,27 @@ class Quantisation:
         return next((bits for pattern, bits in self.bits_of if re.search(pattern, module)), self.num_bits)
 
 
-def _matches(target: str, module: str) -> bool:
+def _match(target: str, module: str) -> int:
     if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), module) is not None
-    return target in (module, _LINEAR)
+        return 2 if re.match(target.removeprefix("re:"), module) else 0
+    return 3 if target == module else 1 if target == _LINEAR else 0
+
+
+def _read_names(values: object) -> tuple[str, ...]:
+    """Read a list of names, classes and expressions. Raise if an expression is wrong."""
+    names = (values,) if isinstance(values, str) else tuple(map(str, values or ()))  # type: ignore[call-overload]
+    for name in names:
+        if name.startswith("re:"):
+            try:
+                re.compile(name.removeprefix("re:"))
+            except re.error as error:
+                raise ValueError(f"{_word(name)} is not a regular expression: {error}") from error
+    return names
 
 
 def _ignores(entry: str, module: str, method: str) -> bool:
     if method == COMPRESSED_TENSORS:
-        return _matches(entry, module)
+        return _match(entry, module) > 0
     if method == MODELOPT:
         parts = (re.escape(part) for part in entry.split("*"))
         return re.fullmatch(".*".join(parts), module) is not None or module.startswith(f"{entry}.")
@@ -150,10 +165,13 @@ def _read_compressed(config: Mapping[str, Any], key: str, values: Mapping[str, A
     if top not in (*_FORMATS, *_UNCOMPRESSED, _MIXED):
         raise _error(config, key, f"the format is compressed-tensors {_word(top)}, which Culet does not read")
     for name, group in values.get("config_groups", {}).items():
-        where, weights = f"{key}.config_groups.{name}", group.get("weights")
+        where = f"{key}.config_groups.{name}"
+        if not isinstance(group, Mapping):
+            raise _error(config, where, f"got {type(group).__name__}, expected an object with targets and weights")
+        weights = group.get("weights")
         if weights is None:
             continue
-        targets = tuple(map(str, group.get("targets", ())))
+        targets = _read_names(group.get("targets"))
         written = group.get("format") or top
         if written in _UNCOMPRESSED:
             continue
@@ -164,7 +182,7 @@ def _read_compressed(config: Mapping[str, Any], key: str, values: Mapping[str, A
         raise _error(config, key, "the format is compressed-tensors with sparsity, which Culet does not read")
     if not groups:
         return None
-    return Quantisation(COMPRESSED_TENSORS, tuple(groups), tuple(map(str, values.get("ignore") or ())))
+    return Quantisation(COMPRESSED_TENSORS, tuple(groups), _read_names(values.get("ignore")))
 
 
 def _read_scheme(config: Mapping[str, Any], where: str, written: str, weights: Mapping[str, Any]) -> Scheme:
@@ -220,14 +238,19 @@ def _read_mobile(values: Mapping[str, Any]) -> Quantisation:
     )
 
 
-def _read_blocks(values: Mapping[str, Any]) -> Quantisation:
-    """Read what `gguf_folder.py` wrote about a GGUF file. The file itself says the type of each tensor."""
+def _read_blocks(values: Mapping[str, Any]) -> Quantisation | None:
+    """Read what `gguf_folder.py` wrote about a GGUF file. The file itself says the type of each tensor.
+
+    A file whose matrices and tables are plain counts as a plain checkpoint.
+    """
     bits = values.get("num_bits")
     groups = (Group((_LINEAR,), Scheme(f"int{bits}", GROUP)),) if bits in (4, 8) else ()
     tables = (
         ("embed_tokens_per_layer", values.get("per_layer_table_bits", 16)),
         ("embed_tokens", values.get("table_bits", 16)),
     )
+    if bits == 16 and all(count == 16 for _, count in tables):
+        return None
     return Quantisation(GGUF, groups, bits_of=tables, has_tables=True)
 
 
@@ -250,9 +273,8 @@ def trained_file(config: Mapping[str, Any]) -> str | None:
     """Return the best published quantised checkpoint of the same model, or None for a model that is not published."""
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
     assert isinstance(text, Mapping)
-    size = text.get("hidden_size"), text.get("num_hidden_layers")
-    for name, variant in VARIANTS.items():
-        if (variant["text_config"]["hidden_size"], variant["text_config"]["num_hidden_layers"]) == size:
-            # There is no such checkpoint of the 26B from Google.
-            return "RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic" if name == "26B-A4B" else f"google/gemma-4-{name}-it-qat-w4a16-ct"
-    return None
+    name = variant_of(text.get("hidden_size"), text.get("num_hidden_layers"))
+    if name is None:
+        return None
+    # There is no such checkpoint of the 26B from Google.
+    return "RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic" if name == "26B-A4B" else f"google/gemma-4-{name}-it-qat-w4a16-ct"

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from culet.errors import CheckpointError
-from culet.layers.weight.quantised.block_types import FLOAT32, OTHER_TYPES, READ_TYPES
+from culet.layers.weight.quantised.block_types import FLOAT32, OTHER_TYPES, READ_NAMES, READ_TYPES
+from culet.models.variants import variant_of
 
 ARCHITECTURE = "gemma4"
 _MAGIC = b"GGUF"
@@ -160,6 +161,8 @@ def _read(cursor: _Cursor) -> GgufFile:
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = cursor.text()
+        if key in metadata:
+            raise cursor.bad(f"the metadata has {key[:80]!r} twice")
         metadata[key] = cursor.value(cursor.number("I"))
     architecture = metadata.get("general.architecture")
     if architecture != ARCHITECTURE:
@@ -167,7 +170,11 @@ def _read(cursor: _Cursor) -> GgufFile:
         if architecture == "clip":
             hint = "this file has the vision and audio parts; pass the file with the language model"
         raise cursor.bad(f"the architecture is {str(architecture)[:80]!r}, expected {ARCHITECTURE!r}", hint)
-    described = [_read_tensor(cursor) for _ in range(num_tensors)]
+    count = metadata.get("split.count", 0)
+    if isinstance(count, int) and count > 1:
+        hint = "join the parts with `llama-gguf-split --merge FIRST_PART OUT`, and pass the result"
+        raise cursor.bad(f"this is one of {count} parts of a model", hint)
+    described = [_read_tensor(cursor, metadata) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
         raise cursor.bad(f"the alignment is {alignment!r}")
@@ -182,12 +189,15 @@ def _read(cursor: _Cursor) -> GgufFile:
             )
         if name == _ROPE and placed.kind == FLOAT32:
             rope = placed.offset, placed.shape[0]
-        if name not in _SKIPPED:
-            tensors[_other_name(name)] = placed
+        if name in _SKIPPED:
+            continue
+        if _other_name(name) in tensors:
+            raise cursor.bad(f"it has two tensors that are {_other_name(name)}")
+        tensors[_other_name(name)] = placed
     return GgufFile(cursor.path, metadata, tensors, rope)
 
 
-def _read_tensor(cursor: _Cursor) -> tuple[str, GgufTensor]:
+def _read_tensor(cursor: _Cursor, metadata: Mapping[str, Any]) -> tuple[str, GgufTensor]:
     name, num_dims = cursor.text()[:200], cursor.number("I")
     if not 1 <= num_dims <= 4:
         raise cursor.bad(f"{name} has {num_dims} dimensions")
@@ -197,9 +207,10 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, GgufTensor]:
     number, offset = cursor.number("I"), cursor.number("Q")
     if number not in READ_TYPES:
         kind = OTHER_TYPES.get(number, f"type {number}")
-        hint = (
-            "use a file in which all tensors are Q4_0, Q8_0, F16, BF16 or F32 (llama-quantize --pure), or a checkpoint folder"
-        )
+        width, depth = (metadata.get(f"{ARCHITECTURE}.{key}") for key in ("embedding_length", "block_count"))
+        model = variant_of(width, depth)
+        file = f"google/gemma-4-{model}-it-qat-q4_0-gguf" if model else "a file made by `llama-quantize --pure`"
+        hint = f"use {file}: every tensor must be {READ_NAMES}"
         raise cursor.bad(f"{name} is stored as {kind}, which Culet does not read", hint)
     kind, values, size = READ_TYPES[number]
     if sizes[0] % values:

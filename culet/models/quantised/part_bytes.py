@@ -16,7 +16,6 @@ from culet.models.quantised.config import Quantisation, read_quantisation
 from culet.models.sizes import text_weights
 from culet.models.spec import LayerSpec, ModelSpec
 
-_PREFIX = "model.language_model."
 _BLOCK = 128
 _NVFP4_GROUP = 16
 _ROUNDED_GROUP = 32  # of `--quantization int4`
@@ -76,16 +75,21 @@ def scheme_bytes(scheme: Scheme, num_rows: int, num_columns: int, itemsize: int)
     return values + 4 * (blocks if scheme.scales == "block" else num_rows)
 
 
+def _prefix(config: Mapping[str, Any]) -> str:
+    """Return what the names of the decoder's modules begin with."""
+    return "model.language_model." if "text_config" in config else "model."
+
+
 def part_bytes(spec: ModelSpec, config: Mapping[str, Any], itemsize: int, precision: str = "auto") -> dict[str, int]:
     """Return the bytes of each part of the text decoder.
 
     `config` is the checkpoint's config.json, and `precision` the one that plain weights are quantised to. `itemsize` is that of
     activations, which plain weights share.
     """
-    quantisation = read_quantisation(config)
+    quantisation, prefix = read_quantisation(config), _prefix(config)
     sizes = {part: count * bytes_per_value(itemsize) for part, count in text_weights(spec).items()}
     for linear in linears(spec):
-        scheme = _scheme(linear, quantisation, precision)
+        scheme = _scheme(prefix + linear.name, linear, quantisation, precision)
         if scheme is not None:
             plain = linear.num_rows * linear.num_columns * itemsize
             quantised = scheme_bytes(scheme, linear.num_rows, linear.num_columns, itemsize)
@@ -96,14 +100,14 @@ def part_bytes(spec: ModelSpec, config: Mapping[str, Any], itemsize: int, precis
     if quantisation is not None and quantisation.has_tables:
         for part, name in (("token embedding", "embed_tokens"), ("per-layer embeddings", "embed_tokens_per_layer")):
             if part in sizes:
-                bits = quantisation.bits_for(_PREFIX + name)
+                bits = quantisation.bits_for(prefix + name)
                 sizes[part] *= {16: itemsize, 8: 1.0}.get(bits, 0.5) / itemsize
     return {part: round(size) for part, size in sizes.items()}
 
 
-def _scheme(linear: Linear, quantisation: Quantisation | None, precision: str) -> Scheme | None:
+def _scheme(name: str, linear: Linear, quantisation: Quantisation | None, precision: str) -> Scheme | None:
     if quantisation is not None:
-        return quantisation.scheme_of(_PREFIX + linear.name)
+        return quantisation.scheme_of(name)
     if precision == "int4":
         return Scheme("int4", _ROUNDED_GROUP) if linear.num_columns % _ROUNDED_GROUP == 0 else None
     return Scheme("fp8") if precision == "fp8" else None
@@ -126,9 +130,10 @@ def check_groups(spec: ModelSpec, config: Mapping[str, Any], precision: str, num
 
 def _cut_group(spec: ModelSpec, config: Mapping[str, Any], precision: str, num_ranks: int) -> tuple[Linear, int, int] | None:
     """Return the first module whose groups of columns ranks would cut, how many columns each holds, and the group's size."""
-    quantisation = read_quantisation(config)
+    quantisation, prefix = read_quantisation(config), _prefix(config)
     for linear in linears(spec):
-        scheme, parts = _scheme(linear, quantisation, precision), min(num_ranks, linear.column_parts)
+        scheme = _scheme(prefix + linear.name, linear, quantisation, precision)
+        parts = min(num_ranks, linear.column_parts)
         unit, held = 1 if scheme is None else _column_unit(scheme), linear.num_columns // parts
         if parts > 1 and held % unit:
             return linear, held, unit

@@ -19,8 +19,8 @@ from culet.log import logger
 from culet.models.checkpoint import Checkpoint
 from culet.models.folder import CONFIG_FILE
 from culet.models.quantised.config import CONFIG_KEYS, read_quantisation
-from culet.models.weight_files import INDEX_FILE, SINGLE_FILE, StoredTensor, read_headers
-from culet.models.weights import progress_bar
+from culet.models.weight_files import INDEX_FILE, SINGLE_FILE, StoredTensor, listed, read_headers, shown
+from culet.models.weights import PLAIN_TYPES, progress_bar
 
 _SHARD_BYTES = 2 * 10**9  # the most that is held in memory
 # Linear modules of the decoder. Everything else keeps its precision: tables, norms, the router and the towers.
@@ -40,20 +40,31 @@ def write_quantised(
     if checkpoint.random is not None:
         raise ConfigError("quantize: got a model with random weights, which has no files", hint="pass a checkpoint folder")
     if read_quantisation(checkpoint.config) is not None:
-        raise ConfigError(f"quantize: {checkpoint.folder} is already quantised", hint="pass the bfloat16 checkpoint")
+        raise ConfigError(f"quantize: {shown(checkpoint.folder)} is already quantised", hint="pass the bfloat16 checkpoint")
+    tensors = list(read_headers(checkpoint.folder).values())
+    strange = [f"{tensor.name}: {tensor.dtype}" for tensor in tensors if tensor.dtype not in PLAIN_TYPES]
+    if strange:
+        problem = f"quantize: {shown(checkpoint.folder)} is already quantised: {listed(strange, 'tensor')}"
+        raise ConfigError(problem, hint="pass the bfloat16 checkpoint")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"quantize: {target} already exists", hint="pass a new folder")
     try:
         target.mkdir(parents=True, exist_ok=True)
-        return _write_all(checkpoint, target, precision, device, progress)
+        try:
+            return _write_all(checkpoint, tensors, target, precision, device, progress)
+        except BaseException:  # what was written is of no use, and would be in the way of the next attempt
+            for file in target.iterdir():
+                file.unlink()
+            raise
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
 
 
-def _write_all(checkpoint: Checkpoint, target: Path, precision: str, device: torch.device, progress: bool) -> int:
+def _write_all(
+    checkpoint: Checkpoint, tensors: list[StoredTensor], target: Path, precision: str, device: torch.device, progress: bool
+) -> int:
     shards = _Shards(target)
-    plain: list[str] = []
-    tensors = list(read_headers(checkpoint.folder).values())
+    plain = _kept_plain(tensors, precision)
     with progress_bar("Quantising weights", sum(tensor.num_bytes for tensor in tensors), progress) as advance:
         for tensor in tensors:
             for name, value in _converted(tensor, precision, device, plain):
@@ -69,20 +80,37 @@ def _write_all(checkpoint: Checkpoint, target: Path, precision: str, device: tor
     return shards.total
 
 
+def _kept_plain(tensors: list[StoredTensor], precision: str) -> list[str]:
+    """Return the modules that keep their precision, because groups do not divide them. A layer's experts stay together."""
+    if precision != "int4":
+        return []
+    odd = [tensor.name.removesuffix(".weight") for tensor in tensors if _is_matrix(tensor) and tensor.shape[-1] % INT4_GROUP]
+    layers = {name.rpartition(".")[0] for name in odd if _EXPERTS.fullmatch(name)}
+    return [*odd, *(each.name for each in tensors if each.name.rpartition(".")[0] in layers and each.name not in odd)]
+
+
+def _is_matrix(tensor: StoredTensor) -> bool:
+    return _LINEAR.fullmatch(tensor.name) is not None or _EXPERTS.fullmatch(tensor.name) is not None
+
+
 def _converted(tensor: StoredTensor, precision: str, device: torch.device, plain: list[str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that replace a stored one."""
     module = tensor.name.removesuffix(".weight")
-    is_linear, is_stack = _LINEAR.fullmatch(tensor.name) is not None, _EXPERTS.fullmatch(tensor.name) is not None
-    if not is_linear and not is_stack:
+    if not _is_matrix(tensor) or module in plain:
         yield tensor.name, tensor.read()
-    elif precision == "int4" and tensor.shape[-1] % INT4_GROUP:
-        plain.append(module)
-        yield tensor.name, tensor.read()
-    elif is_linear:
-        for ending, value in stored_parts(tensor.read().to(device), precision).items():
-            yield f"{module}.{ending}", value.cpu()
-    else:
+    elif _EXPERTS.fullmatch(tensor.name):
         yield from _split_stack(tensor, precision, device)
+    else:
+        yield from _rounded(tensor, module, tensor.read().to(device), precision)
+
+
+def _rounded(tensor: StoredTensor, module: str, matrix: Tensor, precision: str) -> Iterator[tuple[str, Tensor]]:
+    parts = stored_parts(matrix, precision)
+    if not bool(torch.isfinite(parts["weight_scale"]).all()):
+        hint = "the checkpoint is damaged: download it again"
+        raise CheckpointError(f"{tensor.file}: {tensor.name} has values that are NaN or infinite", hint=hint)
+    for ending, value in parts.items():
+        yield f"{module}.{ending}", value.cpu()
 
 
 def _split_stack(tensor: StoredTensor, precision: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -94,8 +122,7 @@ def _split_stack(tensor: StoredTensor, precision: str, device: torch.device) -> 
             {"down_proj": value} if kind == "down_proj" else dict(zip(("gate_proj", "up_proj"), value.chunk(2), strict=True))
         )
         for projection, matrix in parts.items():
-            for ending, stored in stored_parts(matrix, precision).items():
-                yield f"{stem}.{expert}.{projection}.{ending}", stored.cpu()
+            yield from _rounded(tensor, f"{stem}.{expert}.{projection}", matrix, precision)
 
 
 def quantisation_config(precision: str, plain: list[str]) -> dict[str, Any]:

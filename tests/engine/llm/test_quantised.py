@@ -91,3 +91,10 @@ def test_planned_bytes_of_published_checkpoints() -> None:
     assert part_bytes(spec, qat, 2)["dense MLP"] == pytest.approx(plain["dense MLP"] * (0.5 + 2 / 32) / 2)
     kept = VARIANTS["31B"] | {"quantization_config": config | {"ignore": ["re:.*self_attn.*"]}}
     assert part_bytes(spec, kept, 2)["attention"] == plain["attention"]
+    named = [f"layers.{layer.index}.self_attn.{part}_proj" for layer in spec.layers for part in "qkvo"]
+    kept = VARIANTS["31B"] | {"quantization_config": config | {"ignore": [f"model.language_model.{name}" for name in named]}}
+    text_only = VARIANTS["31B"]["text_config"] | {
+        "quantization_config": config | {"ignore": [f"model.{name}" for name in named]}
+    }
+    for each in (kept, text_only):  # the names of a text-only checkpoint are shorter
+        assert part_bytes(spec, each, 2)["attention"] == plain["attention"]

@@ -85,6 +85,15 @@ else:
         assert errors(got, wanted).max() < TOLERANCE
         assert (num_tokens <= experts.ASSIGNED_TOKENS) == (num_tokens == 2)
 
+    @pytest.mark.parametrize("num_tokens", [2, 7])
+    def test_experts_of_two_formats(num_tokens: int) -> None:
+        """Each matrix has its own format."""
+        gate_up, down = draw("int4", 5, 192, 64), draw("int8", 5, 64, 96)
+        x, weights = torch.randn(num_tokens, 64), torch.rand(num_tokens, 2)
+        ids = torch.stack([torch.randperm(5)[:2] for _ in range(num_tokens)]).to(torch.int32)
+        got, wanted = (module.experts(x, weights, ids, gate_up, down) for module in (experts, eager))
+        assert errors(got, wanted).max() < TOLERANCE
+
     def test_rounding_tokens() -> None:
         """Only scales are compared. The interpreter rounds to e4m3 in its own way."""
         x = torch.randn(3, 70) * torch.tensor([[1.0], [1e4], [0.0]])

@@ -17,7 +17,7 @@ from culet.models import weights as weights_module
 from culet.models.quantised.config import read_quantisation
 from culet.models.variants import VARIANTS
 from tests.models.formats.comparing import load
-from tests.models.formats.test_compressed_tensors import floats, integers
+from tests.models.formats.test_compressed_tensors import NVFP4, floats, integers
 from tests.models.formats.test_gguf import write_gguf
 from tests.models.formats.writing import PREFIX, compressed, ct_config, write_pair
 
@@ -80,7 +80,10 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str
         lambda t, c: t.update({SCALE: t[SCALE].to(torch.int32)}),
         "weight_scale: I32) of an",
     ),
-    "a scale that is NaN": (lambda t, c: t.update({SCALE: spoil(t[SCALE], float("nan"))}), "1 scale (" + SCALE),
+    "a scale that is NaN": (
+        lambda t, c: t.update({SCALE: spoil(t[SCALE], float("nan"))}),
+        "1 tensor (" + SCALE + ") with scales",
+    ),
     "a scale that is infinite": (lambda t, c: t.update({SCALE: spoil(t[SCALE], float("inf"))}), "NaN or infinite"),
     "no zero points": (lambda t, c: t.pop(ZERO), "gate_proj has no weight_zero_point"),
     "zero points of the wrong shape": (
@@ -97,6 +100,18 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str
     "an order of columns": (lambda t, c: t.update({f"{MODULE}.weight_g_idx": torch.arange(128)}), "weight_g_idx) unexpected"),
     "a tensor that nobody knows": (lambda t, c: t.update({f"{MODULE}.odd": torch.ones(1)}), "gate_proj.odd) unexpected"),
     "an unknown tool": (lambda t, c: c["quantization_config"].update(quant_method="hqq"), "the format is 'hqq'"),
+    "a wrong expression": (
+        lambda t, c: c["quantization_config"].update(ignore=["re:("]),
+        "'re:(' is not a regular expression",
+    ),
+    "a wrong target": (
+        lambda t, c: c["quantization_config"]["config_groups"]["group_0"].update(targets=["re:["]),
+        "'re:[' is not a regular expression",
+    ),
+    "the name of a preset": (
+        lambda t, c: c["quantization_config"].update(config_groups={"W4A16": ["Linear"]}),
+        "config_groups.W4A16: got list",
+    ),
     "no config": (lambda t, c: c.pop("quantization_config"), "weight_packed"),
 }
 
@@ -129,6 +144,16 @@ def test_bad_fp8(tmp_path: Path, devices: list[str]) -> None:
     assert "weight_scale: [256, 1], expected [2, 1]" in wrong.message
     wrong = refused(folder, tmp_path / "c", lambda _, config: weights_of(config).update(num_bits=4))
     assert "4-bit float" in wrong.message
+    assert "cpu" not in devices
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, float("inf"), float("nan")])
+def test_a_global_scale_that_cannot_divide(value: float, tmp_path: Path, devices: list[str]) -> None:
+    config = ct_config((["Linear"], NVFP4, "nvfp4-pack-quantized"))
+    folder = write_pair(tmp_path, "31B", compressed(NVFP4, "nvfp4-pack-quantized"), config).folder
+    name = f"{MODULE}.weight_global_scale"
+    wrong = refused(folder, tmp_path / "bad", lambda tensors, _: tensors.update({name: torch.tensor([value])}))
+    assert f"1 tensor ({name}) with scales that are NaN or infinite, or 0" in wrong.message
     assert "cpu" not in devices
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.models.formats.comparing import assert_same_model, load
+from culet.errors import CheckpointError
+from tests.models.formats.comparing import assert_same_model, assert_same_values, load
 from tests.models.formats.writing import compressed, ct_config, write_pair
 
 
@@ -83,6 +84,52 @@ def test_groups_and_ignore_lists(tmp_path: Path) -> None:
     ]
     assert type(layer.mlp.down).__name__ == "PlainMatrix"
     assert type(model._layers[0].mlp.gate_up).__name__ == "QuantisedMatrix"
+
+
+@pytest.mark.parametrize("target", ["re:.*gate_proj$", "model.language_model.layers.1.mlp.gate_proj"])
+def test_the_most_exact_target_counts(target: str, tmp_path: Path) -> None:
+    """Names come before expressions and expressions before classes, whatever the order of the groups."""
+    int4, int8 = integers(4, 32), integers(8)
+    by_class, by_target = compressed(int4, "pack-quantized"), compressed(int8, "pack-quantized")
+
+    def quantise(module: str, weight: Any) -> Any:
+        is_target = module == target or (target.startswith("re:") and module.endswith("gate_proj"))
+        return (by_target if is_target else by_class)(module, weight)
+
+    config = ct_config((["Linear"], int4, "pack-quantized"), ([target], int8, "pack-quantized"))
+    pair = write_pair(tmp_path, "31B", quantise, config)
+    assert assert_same_values(load(pair.folder), load(pair.twin)) >= 4 * 6
+
+
+def test_down_matrices_of_experts_may_differ(tmp_path: Path) -> None:
+    int4, int8 = integers(4, 32), integers(8)
+    by_default, down = compressed(int4, "pack-quantized"), compressed(int8, "pack-quantized")
+    config = ct_config((["re:.*experts.*down_proj"], int8, "pack-quantized"), (["Linear"], int4, "pack-quantized"))
+    pair = write_pair(
+        tmp_path,
+        "26B-A4B",
+        lambda module, weight: (down if "experts" in module and "down_proj" in module else by_default)(module, weight),
+        config,
+    )
+    assert assert_same_model(pair.folder, pair.twin) >= 4 * 6
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [("down_proj", "only some matrices are quantised"), ("experts.3.", "gate_proj of expert 3 has another format")],
+)
+def test_experts_that_differ(plain: str, message: str, tmp_path: Path) -> None:
+    int4 = integers(4, 32)
+    quantise = compressed(int4, "pack-quantized")
+    pair = write_pair(
+        tmp_path,
+        "26B-A4B",
+        lambda module, weight: None if "experts" in module and plain in module else quantise(module, weight),
+        ct_config((["Linear"], int4, "pack-quantized"), ignore=("lm_head", f"re:.*experts.*{plain}")),
+    )
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(pair.folder)
+    assert "RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic" in caught.value.hint
 
 
 def test_experts_may_stay_plain(tmp_path: Path) -> None:

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from culet.errors import CheckpointError
+from culet.cli.main import run as run_culet
+from culet.errors import CheckpointError, ConfigError
 from culet.layers.weight.base import Matrix
+from culet.models import read_ahead, weight_files
 from culet.models.checkpoint import open_checkpoint
 from culet.models.quantised.gguf_file import read_gguf
 from culet.models.quantised.part_bytes import part_bytes
+from culet.models.weight_files import read_headers
 from culet.text.tokenizer import Tokenizer
 from tests.models.formats.comparing import assert_same_values, load, logits_of
 from tests.models.formats.writing import PREFIX, plain_tensors, write_folder
@@ -143,6 +146,49 @@ def test_values_and_logits(kind: str, shape: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(path))
     planned = sum(part_bytes(checkpoint.spec, checkpoint.config, 4).values())
     assert planned == pytest.approx(model.num_bytes, rel=0.12)  # scales are float16, norms float32
+
+
+def test_the_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real header has a vocabulary that takes a second to read, and the experts of the 26B are thousands of reads."""
+    path, _ = write_gguf(tmp_path, "26B-A4B", "Q4_0")
+    open_checkpoint(str(path))
+    calls: list[Path] = []
+    monkeypatch.setattr(weight_files, "read_gguf", lambda file: calls.append(file) or read_gguf(file))
+    load(path)
+    assert len(calls) == 1
+
+
+def test_large_tables_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the host nor the device needs memory for the unpacked values of a whole table."""
+    path, twin = write_gguf(tmp_path, "E2B", "Q4_0")
+    monkeypatch.setattr(read_ahead, "_READ_BYTES", 5000)
+    folder, places = open_checkpoint(str(path)).folder, (model := load(path)).placements()
+    assert_same_values(model, load(twin))
+    stored = read_headers(folder)
+    for table in ("embed_tokens.weight", "embed_tokens_per_layer.weight"):
+        reads = list(read_ahead.plan_reads(stored[f"model.{table}"], places[table]))
+        assert sum(read.num_bytes for read in reads) == stored[f"model.{table}"].num_bytes
+        assert max(read.num_bytes for read in reads) <= 5000
+        assert all(read.run is not None for read in reads)  # bytes that lie together go through the ring
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int4"])
+def test_a_plain_file_can_be_quantised(precision: str, tmp_path: Path) -> None:
+    path, twin = write_gguf(tmp_path, "31B", "F16")
+    wanted = logits_of(load(twin, precision))
+    assert torch.equal(logits_of(load(path, precision)), wanted)
+    assert run_culet(["quantize", str(path), str(tmp_path / "out"), "--format", precision, "--device", "cpu"]) == 0
+    torch.testing.assert_close(logits_of(load(tmp_path / "out")), wanted, rtol=0, atol=1e-4)
+
+
+def test_a_quantised_file_cannot_be_quantised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its config says that most weights are plain, but its Q6_K tables are not."""
+    path, _ = write_gguf(tmp_path, "31B", "F16", tables="Q6_K")
+    assert run_culet(["quantize", str(path), str(tmp_path / "out"), "--format", "int4", "--device", "cpu"]) == 2
+    assert f"{path} is already quantised" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match=r"model\.gguf are already quantised"):
+        load(path, "int4")
 
 
 def test_q6_k_becomes_plain(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from culet.layers.weight.quantised.mobile import RangedMatrix, round_range
+from culet.models.folder import read_config
+from culet.models.quantised.config import read_quantisation
 from tests.models.formats.comparing import PROMPT, assert_same_model, assert_same_values, load, logits_of
 from tests.models.formats.writing import PREFIX, nvfp4_values, plain_tensors, write_folder, write_pair
 
@@ -55,6 +57,9 @@ def test_modelopt_with_a_file_of_its_own(tmp_path: Path) -> None:
     described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     (pair.folder / "hf_quant_config.json").write_text(json.dumps(described))
     assert assert_same_values(load(pair.folder), load(pair.twin)) >= 4 * 6
+    read = read_quantisation(read_config(str(pair.folder)))  # for `culet plan`
+    assert read is not None
+    assert read.method == "modelopt"
 
 
 # Google's QAT for phones

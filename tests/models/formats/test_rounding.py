@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from culet.cli.main import run as run_culet
 from culet.layers.weight.quantised.matrices import QuantisedMatrix
@@ -77,6 +77,27 @@ def test_large_checkpoints_are_split_into_files(tmp_path: Path, monkeypatch: pyt
     assert sum(tensor.nbytes for tensor in stored.values()) == index["metadata"]["total_size"]
     assert (out / "tokenizer.json").is_file()
     assert torch.isfinite(logits_of(load(out))).all()
+
+
+def test_experts_that_groups_do_not_divide(tmp_path: Path) -> None:
+    """A width of 48 is not whole groups of 32, so a layer's experts all stay plain, as at load."""
+    folder = write_checkpoint(tmp_path / "plain", "26B-A4B", overrides={"moe_intermediate_size": 48})
+    written = load(write(folder, tmp_path / "out", "int4"))
+    assert torch.equal(logits_of(written), logits_of(load(folder, "int4")))
+    assert any(isinstance(module, QuantisedMatrix) for module in written.modules())
+
+
+def test_weights_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is left that would be in the way of the next attempt."""
+    folder = plain_folder(tmp_path, "31B")
+    good = (folder / "model.safetensors").read_bytes()
+    tensors, name = load_file(folder / "model.safetensors"), "model.language_model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] = float("inf")
+    save_file(tensors, folder / "model.safetensors")
+    assert run_culet(["quantize", str(folder), str(tmp_path / "out"), "--format", "fp8", "--device", "cpu"]) == 1
+    assert f"{name} has values that are NaN or infinite" in capsys.readouterr().err
+    (folder / "model.safetensors").write_bytes(good)
+    assert torch.isfinite(logits_of(load(write(folder, tmp_path / "out", "fp8")))).all()
 
 
 def test_what_cannot_be_quantised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

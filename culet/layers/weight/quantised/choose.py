@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from culet.errors import CheckpointError
@@ -19,6 +19,8 @@ from culet.layers.weight.quantised.sources import PackedInt4, PackedInt8, Stored
 from culet.layers.weight.weights import WeightFormat
 
 _PLAIN, _PER_EXPERT = PlainFormat(), PerExpertFormat()
+_EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+_HINT = "use a file whose experts have one format, such as RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic"
 _GGUF_KINDS = ("Q4_0", "Q8_0", "Q6_K")
 # Endings of tensors that no form needs: activations stay in the model's precision, and the shape is in the config. The scales
 # of the KV cache are not used either, because Culet derives its own.
@@ -51,11 +53,47 @@ class StoredFormats:
 
     def __call__(self, name: str) -> WeightFormat:
         if f"{name}.gate_up_proj" in self.stored:
-            return self._of_tensor(name, f"{name}.gate_up_proj")
-        if f"{name}.0.gate_proj.weight" in self.stored or f"{name}.0.gate_proj.weight_packed" in self.stored:
-            found = self._of_module(f"{name}.0.gate_proj")
+            formats = [
+                self._of_tensor(name, f"{name}.{part}") for part in ("gate_up_proj", "down_proj") if self._has(name, part)
+            ]
+            return self._of_experts(name, formats)
+        if self._type_of(f"{name}.0.gate_proj"):
+            self._check_alike(name)
+            found = self._of_experts(name, [self._of_module(f"{name}.0.{part}") for part in _EXPERT_PARTS])
             return _PER_EXPERT if found == _PLAIN else found
         return self._of_module(name)
+
+    def _has(self, name: str, part: str) -> bool:
+        return f"{name}.{part}" in self.stored
+
+    def _type_of(self, module: str) -> str:
+        """Return how the values of a module are stored, or "" if they are not."""
+        found = (f"{module}.{ending}" for ending in ("weight_packed", "weight") if self._has(module, ending))
+        return next((f"{name.rpartition('.')[2]} {self.stored[name].dtype}" for name in found), "")
+
+    def _check_alike(self, name: str) -> None:
+        """Raise if the experts of a layer are not all stored like the first one."""
+        expert = 1
+        while types := [self._type_of(f"{name}.{expert}.{part}") for part in _EXPERT_PARTS]:
+            if not any(types):
+                return
+            for part, found in zip(_EXPERT_PARTS, types, strict=True):
+                if found and found != self._type_of(f"{name}.0.{part}"):
+                    raise CheckpointError(
+                        f"{name}: {part} of expert {expert} has another format than that of expert 0", hint=_HINT
+                    )
+            expert += 1
+
+    def _of_experts(self, name: str, formats: list[WeightFormat]) -> WeightFormat:
+        """Return the format of a layer's experts, given those of its matrices. The down matrices come last."""
+        first, last = formats[0], formats[-1]
+        if all(each == first for each in formats):
+            return first
+        if any(each != first for each in formats[:-1]):
+            raise CheckpointError(f"{name}: gate and up have different formats, which Culet does not read", hint=_HINT)
+        if not isinstance(first, QuantisedFormat) or not isinstance(last, QuantisedFormat):
+            raise CheckpointError(f"{name}: only some matrices are quantised, which Culet does not read", hint=_HINT)
+        return replace(first, down=last)
 
     def _of_module(self, name: str) -> WeightFormat:
         if f"{name}.embedding_quantized" in self.stored:

@@ -26,6 +26,11 @@ class Cut:
     num_experts: int = 0
 
     @property
+    def is_rowwise(self) -> bool:
+        """Whether a row of memory needs only that row of the region."""
+        return self.row_order is None and self.expert is None
+
+    @property
     def lead(self) -> tuple[slice, ...]:
         """The part of a region that selects the expert."""
         return () if self.expert is None else (slice(self.expert, self.expert + 1),)

@@ -14,26 +14,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from culet.errors import ConfigError
 from culet.kernels.eager.quantised import pack_int4
 from culet.kernels.types import Int4Weight, Int8Weight, QuantisedWeight
 from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixLayout, Site, Table, TableLayout
 from culet.layers.weight.placement import ConvertedPiece, Piece, Placement
 from culet.layers.weight.plain import PlainExperts, PlainMatrix, PlainTable
-from culet.layers.weight.quantised.block_types import GROUP
+from culet.layers.weight.quantised.block_types import BLOCK_SIZES, GROUP, SCALE_OFFSETS
 from culet.layers.weight.quantised.cut import Cut
 from culet.layers.weight.quantised.forms import Form, Int4, Int8
 from culet.layers.weight.quantised.matrices import QuantisedFormat
 from culet.layers.weight.quantised.sources import Placed, reorder
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_SCALE_BYTES = 2
 _VALUES_AT_ONCE = 1 << 24  # bounds the float32 copies
 
 
-def _split_blocks(raw: Tensor, block_bytes: int) -> tuple[Tensor, Tensor]:
-    """Return the float16 scales [rows, blocks] and the other bytes [rows, blocks, n]."""
-    blocks = raw.unflatten(-1, (-1, block_bytes))
-    return blocks[..., :_SCALE_BYTES].contiguous().view(torch.float16).squeeze(-1), blocks[..., _SCALE_BYTES:]
+def scales_of(raw: Tensor, kind: str) -> Tensor:
+    """Return the float16 scale of each block, [..., blocks]."""
+    offset = SCALE_OFFSETS[kind]
+    blocks = raw.unflatten(-1, (-1, BLOCK_SIZES[kind][1]))
+    return blocks[..., offset : offset + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -50,31 +51,26 @@ class Blocks:
         held_group = (cut.columns.stop - cut.columns.start) // held.scale.shape[-1]
 
         def convert(raw: Tensor) -> tuple[Tensor, Tensor]:
-            scale, rest = _split_blocks(raw if cut.expert is None else raw[0], 18 if self.kind == "Q4_0" else 34)
-            scale = reorder(scale, cut, held_group)
+            raw = raw if cut.expert is None else raw[0]
+            scale = reorder(scales_of(raw, self.kind), cut, held_group)
+            rest = raw.unflatten(-1, (-1, BLOCK_SIZES[self.kind][1]))[..., 2:]
             if self.kind == "Q8_0":
                 return reorder(rest.flatten(-2).contiguous().view(torch.int8), cut), scale
             return pack_int4(reorder(torch.cat((rest & 15, rest >> 4), -1).flatten(-2), cut)), scale
 
         region = (*cut.lead, cut.rows, cut.columns)
-        piece = ConvertedPiece(target, region, convert=convert, more_targets=(held.scale,))
+        piece = ConvertedPiece(target, region, convert=convert, more_targets=(held.scale,), is_rowwise=cut.is_rowwise)
         ending = ".weight" if cut.expert is None else ""
-        yield f"{cut.name}{ending}", Placement(cut.stored_shape(*cut.shape), (piece,), {self.kind})
+        yield f"{cut.name}{ending}", Placement(cut.stored_shape(*cut.shape), (piece,), {self.kind}, has_scales=True)
 
 
 class BlockSlice:
     """A tensor of a GGUF file that can be read in part. Blocks are returned as they are, other values in their own type."""
 
-    def __init__(self, raw: np.ndarray, shape: tuple[int, ...], kind: str, values_per_block: int, bytes_per_block: int) -> None:
+    def __init__(self, raw: np.ndarray, shape: tuple[int, ...], kind: str) -> None:
         self._kind, self._shape = kind, shape
-        self._block = values_per_block, bytes_per_block
-        self._rows = raw.reshape(*shape[:-1], shape[-1] // values_per_block * bytes_per_block)
-
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        return self._kind
+        self._block = values, size = BLOCK_SIZES[kind]
+        self._rows = raw.reshape(*shape[:-1], shape[-1] // values * size)
 
     def __getitem__(self, region: Any) -> Tensor:
         cuts = list(region) if isinstance(region, tuple) else [region]
@@ -84,7 +80,7 @@ class BlockSlice:
         start, stop, _ = cuts[-1].indices(self._shape[-1])
         values, size = self._block
         part = self._rows[(*cuts[:-1], slice(start // values * size, stop // values * size))]
-        found = torch.from_numpy(np.ascontiguousarray(part).copy())
+        found = torch.from_numpy(np.array(part, order="C"))
         return found.view(_PLAIN[self._kind]) if self._kind in _PLAIN else found
 
 
@@ -100,25 +96,28 @@ def dequantise_q6_k(raw: Tensor) -> Tensor:
     runs = (first & 15, second & 15, first >> 4, second >> 4)
     values = torch.stack([run | ((high >> 2 * index & 3) << 4) for index, run in enumerate(runs)], -2).flatten(-3)
     scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    whole = blocks[..., 208:].contiguous().view(torch.float16).float()
-    return ((values.float() - 32) * (whole * scales).repeat_interleave(16, -1)).flatten(-2)
+    return ((values.float() - 32) * (scales_of(raw, "Q6_K").float()[..., None] * scales).repeat_interleave(16, -1)).flatten(-2)
 
 
 def _dequantised(placement: Placement) -> Placement:
     """Return the placement of a plain weight for stored blocks."""
 
     def converted(piece: Piece) -> Piece:
-        columns = piece.region[-1]
-        assert columns.start % 256 == 0, "a rank holds whole blocks"
+        columns, size = piece.region[-1], BLOCK_SIZES["Q6_K"][0]
+        if columns.start % size or columns.stop % size:
+            held = f"{columns.start} to {columns.stop - 1} of {placement.shape[-1]}"
+            problem = f"a rank would hold columns {held} of a Q6_K matrix, which are not whole blocks of {size}"
+            raise ConfigError(problem, hint="use fewer GPUs for this file")
 
         def convert(raw: Tensor) -> tuple[Tensor]:
             rows = raw.flatten(0, -2).split(max(1, _VALUES_AT_ONCE // raw.shape[-1]))
             value = torch.cat([dequantise_q6_k(part).to(piece.target.dtype) for part in rows]).unflatten(0, raw.shape[:-1])
             return (value if piece.order is None else value.index_select(piece.dim, piece.order.to(value.device)),)
 
-        return ConvertedPiece(piece.target, piece.region, convert=convert)
+        is_rowwise = piece.order is None or piece.dim != 0
+        return ConvertedPiece(piece.target, piece.region, convert=convert, is_rowwise=is_rowwise)
 
-    return Placement(placement.shape, tuple(map(converted, placement.pieces)), {"Q6_K"})
+    return Placement(placement.shape, tuple(map(converted, placement.pieces)), {"Q6_K"}, has_scales=True)
 
 
 class _Q6KMatrix(PlainMatrix):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -141,44 +142,45 @@ class QuantisedTable(Table):
 
 
 class QuantisedExperts(ExpertStack):
-    """All experts in two stacks: gate and up [E, 2F, D], and down [E, D, F]."""
+    """All experts in two stacks: gate and up [E, 2F, D], and down [E, D, F]. The two may differ in format."""
 
-    def __init__(self, layout: ExpertsLayout, site: Site, form: Form, source: Source) -> None:
+    def __init__(self, layout: ExpertsLayout, site: Site, gate_up: QuantisedFormat, down: QuantisedFormat) -> None:
         super().__init__()
-        self.layout, self.rank, self.source, self.all_reduce = layout, site.rank, source, site.all_reduce
+        self.layout, self.rank, self.all_reduce = layout, site.rank, site.all_reduce
+        self.sources = gate_up.source, down.source
+        assert gate_up.source.has_stacked_experts == down.source.has_stacked_experts, "a checkpoint stores all experts alike"
         part = layout.width_of(site.rank)
         width = part.stop - part.start
-        self.gate_up = Tensors(form, (layout.num_experts, 2 * width, layout.hidden_size), site)
-        self.down = Tensors(form, (layout.num_experts, layout.hidden_size, width), site)
+        self.gate_up = Tensors(gate_up.form, (layout.num_experts, 2 * width, layout.hidden_size), site)
+        self.down = Tensors(down.form, (layout.num_experts, layout.hidden_size, width), site)
 
     def own_placements(self) -> Iterator[tuple[str, Placement]]:
         merged: dict[str, Placement] = {}
-        for cut, held in self._cuts():
-            for name, placement in self.source.placements(cut, held):
+        for source, cut, held in self._cuts():
+            for name, placement in source.placements(cut, held):
                 before = merged.get(name)
                 merged[name] = placement if before is None else replace(before, pieces=before.pieces + placement.pieces)
         yield from merged.items()
 
-    def _cuts(self) -> Iterator[tuple[Cut, QuantisedWeight]]:
+    def _cuts(self) -> Iterator[tuple[Source, Cut, QuantisedWeight]]:
         layout, part = self.layout, self.layout.width_of(self.rank)
+        wide, narrow = self.sources
         width, size, count = part.stop - part.start, layout.hidden_size, layout.num_experts
         every = slice(0, size)
         for expert in range(count):
             gate_up, down = part_of(self.gate_up.held, expert), part_of(self.down.held, expert)
             gate, up = (self.gate_up.form.rows(gate_up, rows) for rows in (slice(0, width), slice(width, 2 * width)))
-            if self.source.has_stacked_experts:
+            if wide.has_stacked_experts:
                 stacked = (2 * layout.width, size)
                 below = slice(layout.width + part.start, layout.width + part.stop)
-                yield Cut(f"{layout.name}.gate_up_proj", stacked, part, every, expert=expert, num_experts=count), gate
-                yield Cut(f"{layout.name}.gate_up_proj", stacked, below, every, expert=expert, num_experts=count), up
-                yield (
-                    Cut(f"{layout.name}.down_proj", (size, layout.width), every, part, expert=expert, num_experts=count),
-                    down,
-                )
+                of_expert = partial(Cut, expert=expert, num_experts=count)
+                yield wide, of_expert(f"{layout.name}.gate_up_proj", stacked, part, every), gate
+                yield wide, of_expert(f"{layout.name}.gate_up_proj", stacked, below, every), up
+                yield narrow, of_expert(f"{layout.name}.down_proj", (size, layout.width), every, part), down
             else:
-                yield Cut(f"{layout.name}.{expert}.gate_proj", (layout.width, size), part, every), gate
-                yield Cut(f"{layout.name}.{expert}.up_proj", (layout.width, size), part, every), up
-                yield Cut(f"{layout.name}.{expert}.down_proj", (size, layout.width), every, part), down
+                yield wide, Cut(f"{layout.name}.{expert}.gate_proj", (layout.width, size), part, every), gate
+                yield wide, Cut(f"{layout.name}.{expert}.up_proj", (layout.width, size), part, every), up
+                yield narrow, Cut(f"{layout.name}.{expert}.down_proj", (size, layout.width), every, part), down
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> PartialSum:
         out = self.gate_up.ops.experts(x_TD, weights_TK, experts_TK, self.gate_up.held, self.down.held)
@@ -191,6 +193,7 @@ class QuantisedFormat:
 
     form: Form
     source: Source
+    down: QuantisedFormat | None = None  # of the experts' down matrices, if they differ
 
     def matrix(self, layout: MatrixLayout, site: Site) -> Matrix:
         if isinstance(self.form, Fp8) and self.form.has_blocks:
@@ -229,9 +232,11 @@ class QuantisedFormat:
         return QuantisedTable(layout, site, self.form, self.source)
 
     def experts(self, layout: ExpertsLayout, site: Site) -> ExpertStack:
-        if isinstance(self.form, Fp8) and self.form.has_blocks and layout.width % FP8_BLOCK:
+        down = self.down or self
+        has_blocks = any(isinstance(each, Fp8) and each.has_blocks for each in (self.form, down.form))
+        if has_blocks and layout.width % FP8_BLOCK:
             raise CheckpointError(
                 f"{layout.name}: fp8 blocks of {FP8_BLOCK} x {FP8_BLOCK} do not divide experts of width {layout.width}",
                 hint="use a checkpoint with one scale per channel, such as RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic",
             )
-        return QuantisedExperts(layout, site, self.form, self.source)
+        return QuantisedExperts(layout, site, self, down)

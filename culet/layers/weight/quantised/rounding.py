@@ -69,7 +69,8 @@ class Rounded:
             return torch.cat([part for part, _ in parts]), torch.cat([scale for _, scale in parts])
 
         ending = ".weight" if cut.expert is None else ""
-        piece = ConvertedPiece(targets[0], (*cut.lead, cut.rows, columns), convert=convert, more_targets=(targets[1],))
+        region, more = (*cut.lead, cut.rows, columns), (targets[1],)
+        piece = ConvertedPiece(targets[0], region, convert=convert, more_targets=more, is_rowwise=cut.is_rowwise)
         yield f"{cut.name}{ending}", Placement(cut.stored_shape(*cut.shape), (piece,))
 
 

@@ -49,7 +49,7 @@ def piece(target: Tensor, cut: Cut, columns: slice, convert: Convert, *, rows: s
     def fill(value: Tensor) -> tuple[Tensor]:
         return (convert(value if cut.expert is None else value[0]),)
 
-    return ConvertedPiece(target, region, convert=fill)
+    return ConvertedPiece(target, region, convert=fill, is_rowwise=cut.is_rowwise and rows is None)
 
 
 def scale_placement(target: Tensor, cut: Cut, num_groups: int, types: frozenset[str] = FLOATS) -> Placement:
@@ -63,7 +63,7 @@ def scale_placement(target: Tensor, cut: Cut, num_groups: int, types: frozenset[
         return reorder(value if group == held_group else value.repeat_interleave(group // held_group, 1), cut, held_group)
 
     shape = cut.stored_shape(cut.shape[0], num_groups)
-    return Placement(shape, (piece(target, cut, columns, convert),), types, is_scale=True)
+    return Placement(shape, (piece(target, cut, columns, convert),), types, has_scales=True)
 
 
 def reorder_rows(value: Tensor, cut: Cut) -> Tensor:
@@ -158,7 +158,7 @@ class StoredFp8:
             assert cut.column_order is None, "blocks keep the stored order"
             rows = slice(cut.rows.start // FP8_BLOCK, num_blocks(cut.rows.stop))
             blocks = piece(target, cut, cut.columns_in(FP8_BLOCK), lambda value: value, rows=rows)
-            return Placement((num_blocks(cut.shape[0]), num_blocks(cut.shape[1])), (blocks,), is_scale=True)
+            return Placement((num_blocks(cut.shape[0]), num_blocks(cut.shape[1])), (blocks,), has_scales=True)
         if self.scales == "tensor":
             return scalar_placement(target, lambda value: value)
 
@@ -166,19 +166,19 @@ class StoredFp8:
         def rows_of(value: Tensor) -> tuple[Tensor]:
             return (reorder_rows(value.reshape(-1, 1)[cut.rows], cut),)
 
-        return Placement((cut.shape[0], 1), (ConvertedPiece(target, WHOLE, convert=rows_of),), is_scale=True, is_flat=True)
+        return Placement((cut.shape[0], 1), (ConvertedPiece(target, WHOLE, convert=rows_of),), has_scales=True, is_flat=True)
 
 
 WHOLE: tuple[slice, ...] = (...,)  # type: ignore[assignment]  # the region that covers a tensor of any shape
 
 
-def scalar_placement(target: Tensor, convert: Convert) -> Placement:
+def scalar_placement(target: Tensor, convert: Convert, *, is_divisor: bool = False) -> Placement:
     """Place a stored scalar, [] or [1], into all of `target`."""
 
     def expand(value: Tensor) -> tuple[Tensor]:
         return (convert(value.float().reshape(1, 1)).expand(target.shape),)
 
-    return Placement((), (ConvertedPiece(target, WHOLE, convert=expand),), is_scale=True, is_flat=True)
+    return Placement((), (ConvertedPiece(target, WHOLE, convert=expand),), has_scales=True, is_divisor=is_divisor, is_flat=True)
 
 
 @dataclass(frozen=True)
@@ -206,4 +206,4 @@ class StoredNvfp4:
         if self.is_modelopt:
             yield f"{cut.name}.weight_scale_2", scalar_placement(held.global_scale, lambda value: value)
         else:
-            yield f"{cut.name}.weight_global_scale", scalar_placement(held.global_scale, torch.reciprocal)
+            yield f"{cut.name}.weight_global_scale", scalar_placement(held.global_scale, torch.reciprocal, is_divisor=True)
