@@ -147,12 +147,18 @@ def test_routers_learn_about_the_server(pair: Running, tiny: Running) -> None:
         info = server.http.get("/server_info").json()
         assert (info["dp_size"], info["served_model_name"], info["context_length"]) == (size, "gemma", 2048)
         assert info["page_size"] > 0
+        # All groups share the pages, so fewer tokens fit than if global layers had all of them.
+        num_pages = server.stats()["engine"]["num_pages"]
+        assert 2048 <= info["max_total_num_tokens"] < num_pages * info["page_size"]
         assert server.http.get("/model_info").json()["is_generation"] is True
         loads = server.http.get("/get_load").json()
         assert [load["dp_rank"] for load in loads] == list(range(size))
         assert all(load["num_reqs"] == load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
         assert all(load["load"] == load["num_reqs"] for load in loads)
-        assert f'vllm:cache_config_info{{block_size="{info["page_size"]}"' in server.http.get("/metrics").text
+        num_blocks = info["max_total_num_tokens"] // info["page_size"]
+        line = next(line for line in server.http.get("/metrics").text.splitlines() if line.startswith("vllm:cache_config_info"))
+        assert f'block_size="{info["page_size"]}"' in line
+        assert f'num_gpu_blocks="{num_blocks}"' in line
 
 
 def test_routers_learn_about_the_load(scripted: Callable[..., Running]) -> None:
