@@ -116,6 +116,24 @@ def test_a_rank_that_hangs_at_start(tmp_path: Path) -> None:
         ProcessWorker("tests.parallel.fake_ranks:hang", num_ranks=2, limit_s=LIMIT_S, folder=str(tmp_path))
 
 
+def test_a_rank_that_lives_but_does_not_get_on(tmp_path: Path) -> None:
+    """Its signs of life come from a thread of their own."""
+    with pytest.raises(WorkerDied) as caught:
+        ProcessWorker("tests.parallel.fake_ranks:wait", num_ranks=2, build_limit_s=2.0, folder=str(tmp_path))
+    problem = "no rank has got on with its start for 2 s (rank 0 is at: the meeting, rank 1 is at: the weights)"
+    assert caught.value.message == problem
+    assert "step_s" in str(caught.value.hint)
+
+
+def test_ranks_that_get_on_may_take_long(tmp_path: Path) -> None:
+    """It is enough if one of them does, because others wait for it."""
+    worker = ProcessWorker(
+        "tests.parallel.fake_ranks:build_in_parts", num_ranks=2, build_limit_s=4.0, folder=str(tmp_path), build_s=7.0
+    )
+    worker.close()
+    assert worker.num_slabs == 7
+
+
 @pytest.mark.slow
 def test_ranks_that_take_long_to_start(tmp_path: Path) -> None:
     """The limit is on silence, not on the start."""
