@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import subprocess
 import tempfile
@@ -350,11 +351,16 @@ class ProcessWorker:
             for rank in self._ranks:
                 rank.process.kill()  # it waits for the others and would not notice the end of its connection for a while
         self._end()
-        process = (ended or self._ranks)[0].process
         if not ended and reason:
             return WorkerDied(reason, hint=hint)
+        first = (ended or self._ranks)[0]
+        code, whose = first.process.returncode, f"rank {first.index}'s " if len(self._ranks) > 1 else ""
+        was_killed = ended and code == -signal.SIGKILL
         return WorkerDied(
-            f"worker process {process.pid} exited unexpectedly with exit code {process.returncode}", hint="check its log"
+            f"{whose}worker process {first.process.pid} exited unexpectedly with exit code {code}",
+            hint="it was killed, perhaps because the machine ran out of memory (see `dmesg`)"
+            if was_killed
+            else "check its log",
         )
 
 

@@ -54,8 +54,16 @@ def test_one_rank_is_as_before() -> None:
 
 @pytest.mark.parametrize(("name", "num_ranks"), [("12B", 16), ("31B", 3), ("26B-A4B", 6)])
 def test_heads_that_cannot_be_shared(name: str, num_ranks: int) -> None:
-    with pytest.raises(ConfigError, match=f"got {num_ranks}, but the sliding layers have .* KV heads"):
+    with pytest.raises(ConfigError, match=f"got {num_ranks}, but the sliding layers have .* KV heads") as caught:
         layout_of(name, num_ranks)
+    assert "--data-parallel-size for more GPUs" in caught.value.hint
+
+
+def test_one_head_cannot_be_shared_at_all() -> None:
+    """The built-in model has one sliding KV head."""
+    with pytest.raises(ConfigError, match="got 2, but the sliding layers have 1 KV heads") as caught:
+        resolve(build_config({"device": "cpu", "tensor_parallel_size": 2}))
+    assert caught.value.hint.startswith("use --data-parallel-size instead")
 
 
 def test_small_models_use_replicas(tmp_path: Path) -> None:

@@ -65,8 +65,12 @@ def test_a_rank_that_is_killed(tmp_path: Path, index: int) -> None:
         os.kill(worker.pids[1 - index], signal.SIGSTOP)  # so that the step cannot end
         step = worker.launch(plan(1))
         os.kill(worker.pids[index], signal.SIGKILL)
-        with pytest.raises(WorkerDied, match=f"process {worker.pids[index]} exited unexpectedly with exit code -9"):
+        with pytest.raises(WorkerDied) as caught:
             step.result()
+        assert (
+            caught.value.message == f"rank {index}'s worker process {worker.pids[index]} exited unexpectedly with exit code -9"
+        )
+        assert "out of memory" in caught.value.hint
         assert all(map(is_gone, worker.pids))
 
 
