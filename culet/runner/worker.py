@@ -206,6 +206,7 @@ class ProcessWorker:
         self._in_flight: deque[_RemoteStep] = deque()  # oldest first
         self._device_seconds: dict[str, float] = {"verify": 0.0, "draft": 0.0}
         self._is_built = False
+        self._cause: WorkerDied | None = None  # why all processes have been ended
         self._limit_s, self._build_limit_s = limit_s, build_limit_s
         with tempfile.TemporaryDirectory(prefix="culet-") as folder:
             try:
@@ -271,8 +272,7 @@ class ProcessWorker:
         drawn = [[(each.slot, each.token_ids) for each in result.drawn] for result in done]
         differing = next((index for index, tokens in enumerate(drawn) if tokens != drawn[0]), None)
         if differing is not None:
-            self._end()
-            raise WorkerDied(f"ranks 0 and {differing} drew different tokens", hint="this is a bug: please report it")
+            raise self._death(f"ranks 0 and {differing} drew different tokens", "this is a bug: please report it")
 
     def _send(self, rank: _RankProcess, message: bytearray) -> None:
         try:
@@ -341,7 +341,15 @@ class ProcessWorker:
         return f"no rank has got on with its start for {self._build_limit_s:g} s ({places})"
 
     def _death(self, reason: str = "", hint: str = "check its log") -> WorkerDied:
-        """End the processes, and return the error that says which one ended first, or else `reason`."""
+        """End the processes, and return the error that says which one ended first, or else `reason`.
+
+        Later calls return the same, because from then on all processes have ended.
+        """
+        if self._cause is None:
+            self._cause = self._end_all(reason, hint)
+        return WorkerDied(self._cause.message, hint=self._cause.hint)
+
+    def _end_all(self, reason: str, hint: str) -> WorkerDied:
         deadline = time.monotonic() + _EXIT_LIMIT_S
         while not (ended := [rank for rank in self._ranks if rank.process.poll() is not None]):
             if time.monotonic() > deadline or not self._end.alive:
@@ -358,9 +366,7 @@ class ProcessWorker:
         was_killed = ended and code == -signal.SIGKILL
         return WorkerDied(
             f"{whose}worker process {first.process.pid} exited unexpectedly with exit code {code}",
-            hint="it was killed, perhaps because the machine ran out of memory (see `dmesg`)"
-            if was_killed
-            else "check its log",
+            hint="it was killed, perhaps because the machine ran out of memory (see `dmesg`)" if was_killed else "check its log",
         )
 
 

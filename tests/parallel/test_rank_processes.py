@@ -71,6 +71,8 @@ def test_a_rank_that_is_killed(tmp_path: Path, index: int) -> None:
             caught.value.message == f"rank {index}'s worker process {worker.pids[index]} exited unexpectedly with exit code -9"
         )
         assert "out of memory" in caught.value.hint
+        with pytest.raises(WorkerDied, match=f"rank {index}'s worker process {worker.pids[index]} exited"):
+            worker.launch(plan(2))  # the other rank was killed only afterwards
         assert all(map(is_gone, worker.pids))
 
 
@@ -159,8 +161,9 @@ def test_a_rank_that_fails(tmp_path: Path) -> None:
 def test_ranks_that_draw_different_tokens(tmp_path: Path) -> None:
     with ranks(tmp_path, odd_step=1) as worker:
         worker.launch(plan(0)).result()
-        with pytest.raises(WorkerDied, match="ranks 0 and 1 drew different tokens"):
-            worker.launch(plan(1)).result()
+        for step_id in (1, 2):
+            with pytest.raises(WorkerDied, match="ranks 0 and 1 drew different tokens"):
+                worker.launch(plan(step_id)).result()
 
 
 def test_a_rank_that_refuses_to_start(tmp_path: Path) -> None:
