@@ -205,7 +205,9 @@ def _share_among(spec: KVSpec, num_ranks: int) -> KVSpec:
     raise ConfigError(
         f"tensor-parallel-size: got {num_ranks}, but the {group_name(spec)} layers have {heads} KV heads, "
         "which cannot be divided among that many ranks",
-        hint="use a power of two of at most the number of sliding KV heads",
+        hint=f"use a power of two of at most {heads}, and --data-parallel-size for more GPUs"
+        if heads > 1
+        else "use --data-parallel-size instead, which gives each GPU the whole model",
     )
 
 

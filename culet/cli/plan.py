@@ -245,17 +245,30 @@ def _print_ranks(console: Console, facts: Facts) -> None:
     for group in facts.layout.groups:
         table.add_row(f"{group.name} KV cache", *cache_share(group, facts.num_ranks), "")
     console.print(table)
+    _print_exchanges(console, facts)
+
+
+def _print_exchanges(console: Console, facts: Facts) -> None:
+    """Print what the ranks exchange in a step, how, and how long that takes at the link's rate."""
     link = facts.gpu.link
     rate = "an unknown link" if link is None else f"{link.name}, {link.bytes_per_s / GB:g} GB/s"
-    table = _table(
-        f"Exchanges per step over {rate}", (), ("tokens", "all-reduces", "MB reduced", "MB gathered", "ms at the link's rate")
-    )
+    over = f" over {rate}" if facts.gpu.arch.is_gpu else ""
+    numbers = ("tokens", "all-reduces", "MB reduced", "MB moved", "MB gathered", "ms at the link's rate")
+    table = _table(f"Exchanges per step{over}", ("all-reduce",), numbers)
     for each in exchanges_of(facts):
         seconds = "-" if each.link_s is None else f"{1e3 * each.link_s:.3f}"
-        sizes = f"{each.reduced_bytes / MB:.2f}", f"{each.gathered_bytes / MB:.2f}"
-        table.add_row(str(each.num_tokens), str(each.num_reductions), *sizes, seconds)
+        sizes = [f"{size / MB:.2f}" for size in (each.reduced_bytes, each.moved_bytes, each.gathered_bytes)]
+        table.add_row(each.method, str(each.num_tokens), str(each.num_reductions), *sizes, seconds)
     console.print(table)
-    _line(console, "Rates are those of data sheets. Each all-reduce also takes a fixed time, which depends on the machine.\n")
+    notes = ["Moved and gathered bytes are those that each rank receives."]
+    if facts.gpu.arch.is_gpu:
+        notes += [
+            "Without symmetric memory, which is tried at start, NCCL adds all sizes.",
+            "Rates are those of data sheets. Each all-reduce also takes a fixed time, which depends on the machine.",
+        ]
+    if facts.drafter is not None and facts.drafter.reads_target_pages:
+        notes.append("The drafter's rounds have exchanges of their own, which are not counted.")
+    _line(console, "\n".join(notes) + "\n")
 
 
 def _print_fits(console: Console, facts: Facts) -> None:

@@ -99,6 +99,15 @@ def longest_sequence(layout: CacheLayout, num_slabs: int, limit: int) -> int:
     return low
 
 
+def most_tokens(layout: CacheLayout, num_slabs: int, max_len: int) -> int:
+    """Return how many tokens fit at the same time if sequences are as long as they may get, except for the last one.
+
+    All groups share the slabs, and every sequence needs some for its window. So short sequences hold fewer tokens in total.
+    """
+    num_sequences, rest = divmod(num_slabs, least_slabs(layout, max_len))
+    return num_sequences * max_len + longest_sequence(layout, rest, max_len)
+
+
 def slabs_for_cpu(
     layout: CacheLayout, *, max_num_seqs: int, chunk: int, max_position: int, wanted_len: int | None, num_ranks: int = 1
 ) -> int:

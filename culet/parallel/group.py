@@ -25,7 +25,7 @@ from culet.parallel.reduce.choice import LIBRARY_ALONE, Method, Reductions
 from culet.parallel.reduce.symmetric import SymmetricMemory
 
 # How long a rank waits for the others, at the start and in a reduction. The engine notices much earlier that a rank is dead,
-# stopped, or hangs in a step, and then ends all of them. This is the limit for a rank that lives but hangs at the start.
+# stopped, or hangs, and then ends all of them.
 _PATIENCE = timedelta(hours=1)
 # Its name until torch 2.12.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

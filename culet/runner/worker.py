@@ -8,13 +8,15 @@ its length. A process is told the name of the function that builds its Runner. E
 process. Results come back in the order of the plans, and a plan may be sent before the result of the previous one has arrived.
 
 Ranks live and die together. If one dies, hangs, or fails in a step, the others wait for it in a reduction, so all are ended.
-A process that builds its Runner sends a sign of life every second, because there is no limit on how long a build may take.
+A process that builds its Runner sends a sign of life every second, because there is no limit on how long a build may take. The
+signs say how far it has come. If no process gets on any more, one of them hangs.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import subprocess
 import tempfile
@@ -33,11 +35,19 @@ from culet.child import start_bound_process
 from culet.errors import CuletError, WorkerDied, error_of
 from culet.frames import LENGTH_BYTES, FrameReader, frame, frame_length
 from culet.limits import Limits
+from culet.parallel.progress import Progress
 from culet.types import StepPlan, StepResult
 
 STOP_LIMIT_S = 5.0  # time for the processes to end by themselves
+BUILD_LIMIT_S = 600.0  # in which some process gets on with its build
 SIGN_PERIOD_S = 1.0  # between signs of life
 _EXIT_LIMIT_S = 0.5  # time for a rank that closed its connection to be seen to have ended
+
+
+_STUCK_HINT = (
+    "check its log, where NCCL_DEBUG=INFO shows how GPUs find each other; "
+    f"if the start is only slow, set --limits step_s to more than {BUILD_LIMIT_S:g}"
+)
 
 
 class LaunchedStep(Protocol):
@@ -87,6 +97,8 @@ class RunStep(Struct, tag="step", frozen=True):
 
 class Building(Struct, tag="building", frozen=True):
     """A sign of life from a process that is still building its Runner."""
+
+    progress: Progress
 
 
 class Built(Struct, tag="built", frozen=True):
@@ -153,6 +165,7 @@ class _RankProcess:
             self.process = start_bound_process("culet.runner.worker_process", theirs.fileno())
         self.reports: deque[Report] = deque()  # oldest first, without signs of life
         self.silent_s = 0.0  # how long this process has waited for its next report or sign of life
+        self.progress = Progress()  # of its build
         self._frames = FrameReader(report_decoder)
 
     def receive(self) -> None:
@@ -161,16 +174,29 @@ class _RankProcess:
         if not data:
             raise ConnectionError("the connection was closed")
         self.silent_s = 0.0
-        self.reports.extend(report for report in self._frames.push(data) if not isinstance(report, Building))
+        for report in self._frames.push(data):
+            if isinstance(report, Building):
+                self.progress = report.progress
+            else:
+                self.reports.append(report)
 
 
 class ProcessWorker:
     """A Runner in another process, or one in each of several ranks. Not thread-safe."""
 
-    def __init__(self, builder: str, *, num_ranks: int = 1, limit_s: float = Limits.step_s, **arguments: Any) -> None:
+    def __init__(
+        self,
+        builder: str,
+        *,
+        num_ranks: int = 1,
+        limit_s: float = Limits.step_s,
+        build_limit_s: float = BUILD_LIMIT_S,
+        **arguments: Any,
+    ) -> None:
         """Start the processes. Wait until `builder` ("module:function") has built a Runner in each.
 
-        A process counts as dead if it sends no sign of life for `limit_s` while it builds, or takes longer for a step.
+        A process counts as dead if it sends no sign of life for `limit_s` while it builds, or takes longer for a step. The
+        start also fails if no process gets on with its build for `build_limit_s`.
 
         The arguments are plain data (numbers, strings, lists and dicts). With several ranks, `builder` also gets `rank_index`,
         and `meeting_file`, the path at which ranks find each other.
@@ -180,7 +206,8 @@ class ProcessWorker:
         self._in_flight: deque[_RemoteStep] = deque()  # oldest first
         self._device_seconds: dict[str, float] = {"verify": 0.0, "draft": 0.0}
         self._is_built = False
-        self._limit_s = limit_s
+        self._cause: WorkerDied | None = None  # why all processes have been ended
+        self._limit_s, self._build_limit_s = limit_s, build_limit_s
         with tempfile.TemporaryDirectory(prefix="culet-") as folder:
             try:
                 self._ranks += [_RankProcess(index, limit_s) for index in range(num_ranks)]
@@ -245,8 +272,7 @@ class ProcessWorker:
         drawn = [[(each.slot, each.token_ids) for each in result.drawn] for result in done]
         differing = next((index for index, tokens in enumerate(drawn) if tokens != drawn[0]), None)
         if differing is not None:
-            self._end()
-            raise WorkerDied(f"ranks 0 and {differing} drew different tokens", hint="this is a bug: please report it")
+            raise self._death(f"ranks 0 and {differing} drew different tokens", "this is a bug: please report it")
 
     def _send(self, rank: _RankProcess, message: bytearray) -> None:
         try:
@@ -264,15 +290,20 @@ class ProcessWorker:
         """
         for rank in self._ranks:
             rank.silent_s = 0.0
+        stuck_s = 0.0  # how long no rank has got on with its build
         while waiting := [rank for rank in self._ranks if not rank.reports]:
-            began = time.monotonic()
+            began, progress = time.monotonic(), [rank.progress for rank in self._ranks]
             for rank in waiting:
                 if rank.silent_s > self._limit_s:
                     raise self._silence(rank)
+            if stuck_s > self._build_limit_s and not self._is_built:
+                raise self._death(self._describe_stuck(waiting), _STUCK_HINT)
             heard = self._read(SIGN_PERIOD_S)
+            passed_s = min(time.monotonic() - began, SIGN_PERIOD_S)
             for rank in waiting:
                 if rank not in heard:
-                    rank.silent_s += min(time.monotonic() - began, SIGN_PERIOD_S)
+                    rank.silent_s += passed_s
+            stuck_s = 0.0 if progress != [rank.progress for rank in self._ranks] else stuck_s + passed_s
         return [rank.reports.popleft() for rank in self._ranks]
 
     def _read(self, wait_s: float) -> list[_RankProcess]:
@@ -304,8 +335,21 @@ class ProcessWorker:
     def _silence(self, rank: _RankProcess) -> WorkerDied:
         return self._death(f"rank {rank.index} has given no sign of life for {self._limit_s:g} s")
 
-    def _death(self, reason: str = "") -> WorkerDied:
-        """End the processes, and return the error that says which one ended first, or else `reason`."""
+    def _describe_stuck(self, waiting: Sequence[_RankProcess]) -> str:
+        """Say where each rank is. Several ranks wait for each other, so only a user can tell which one hangs."""
+        places = ", ".join(f"rank {rank.index} is at: {rank.progress.part}" for rank in waiting)
+        return f"no rank has got on with its start for {self._build_limit_s:g} s ({places})"
+
+    def _death(self, reason: str = "", hint: str = "check its log") -> WorkerDied:
+        """End the processes, and return the error that says which one ended first, or else `reason`.
+
+        Later calls return the same, because from then on all processes have ended.
+        """
+        if self._cause is None:
+            self._cause = self._end_all(reason, hint)
+        return WorkerDied(self._cause.message, hint=self._cause.hint)
+
+    def _end_all(self, reason: str, hint: str) -> WorkerDied:
         deadline = time.monotonic() + _EXIT_LIMIT_S
         while not (ended := [rank for rank in self._ranks if rank.process.poll() is not None]):
             if time.monotonic() > deadline or not self._end.alive:
@@ -315,11 +359,14 @@ class ProcessWorker:
             for rank in self._ranks:
                 rank.process.kill()  # it waits for the others and would not notice the end of its connection for a while
         self._end()
-        process = (ended or self._ranks)[0].process
         if not ended and reason:
-            return WorkerDied(reason, hint="check its log")
+            return WorkerDied(reason, hint=hint)
+        first = (ended or self._ranks)[0]
+        code, whose = first.process.returncode, f"rank {first.index}'s " if len(self._ranks) > 1 else ""
+        was_killed = ended and code == -signal.SIGKILL
         return WorkerDied(
-            f"worker process {process.pid} exited unexpectedly with exit code {process.returncode}", hint="check its log"
+            f"{whose}worker process {first.process.pid} exited unexpectedly with exit code {code}",
+            hint="it was killed, perhaps because the machine ran out of memory (see `dmesg`)" if was_killed else "check its log",
         )
 
 

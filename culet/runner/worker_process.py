@@ -19,6 +19,7 @@ from culet import registry
 from culet.child import end_with_connection, end_with_parent
 from culet.errors import CuletError, as_culet_error, error_parts
 from culet.log import logger
+from culet.parallel.progress import progress
 from culet.runner.worker import (
     SIGN_PERIOD_S,
     Build,
@@ -79,7 +80,7 @@ def _signs_of_life(connection: socket.socket) -> Iterator[None]:
     def send() -> None:
         with suppress(OSError):  # the other side is gone, and this process will end soon
             while not done.wait(SIGN_PERIOD_S):
-                send_message(connection, Building())
+                send_message(connection, Building(progress()))
 
     thread = threading.Thread(target=send, name="signs of life", daemon=True)
     thread.start()

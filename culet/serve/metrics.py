@@ -342,11 +342,14 @@ class _EngineReport(_Families):
         return family
 
     def _cache_config(self, facts: Ready) -> Metric:
-        """Return vLLM's description of the cache. It has one block size, which here is the page size of the global layers."""
+        """Return vLLM's description of the cache. It has one block size, which here is the page size of the global layers.
+
+        Gateways take the product for the tokens that the cache holds, so pages of sliding layers are not counted as blocks.
+        """
         cache = self._service.config.cache
         values = {
             "block_size": str(facts.block_tokens),
-            "num_gpu_blocks": str(facts.num_pages),
+            "num_gpu_blocks": str(facts.num_blocks),
             "cache_dtype": cache.kv_cache_dtype,
             "gpu_memory_utilization": str(cache.gpu_memory_utilization),
             "enable_prefix_caching": str(cache.enable_prefix_caching),

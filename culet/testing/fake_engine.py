@@ -167,6 +167,7 @@ def start_fake(start: Start) -> tuple[FakeEngine, Ready]:
         dtype="none",
         num_pages=start.script.num_pages,
         page_bytes=0,
+        cache_tokens=start.script.num_pages * PAGE_TOKENS,
         groups=(GroupFacts("fake", 0, PAGE_TOKENS, None, "none", "answers come from a script"),),
     )
     return FakeEngine(start.script, schedule), ready

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from culet.errors import ConfigError
+from culet.parallel.progress import begin, got_on
 from culet.types import Drawn, StepPlan, StepResult
 
 
@@ -57,6 +58,24 @@ def build(folder: str, rank_index: int, meeting_file: str, size: int = 2, odd_st
 def build_slowly(folder: str, rank_index: int, meeting_file: str, build_s: float) -> FakeRank:
     time.sleep(build_s)
     return build(folder, rank_index, meeting_file)
+
+
+def build_in_parts(folder: str, rank_index: int, meeting_file: str, build_s: float) -> FakeRank:
+    """Let the last rank get on. The other one waits for it."""
+    begin("the meeting")
+    deadline = time.monotonic() + build_s
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        if rank_index == 1:
+            got_on()
+    return build(folder, rank_index, meeting_file)
+
+
+def wait(folder: str, rank_index: int, meeting_file: str) -> FakeRank:
+    """Hang on the last rank, without being stopped. The other one waits for it."""
+    begin("the weights" if rank_index else "the meeting")
+    while True:
+        time.sleep(0.1)
 
 
 def hang(folder: str, rank_index: int, meeting_file: str) -> FakeRank:

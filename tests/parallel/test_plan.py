@@ -54,8 +54,16 @@ def test_one_rank_is_as_before() -> None:
 
 @pytest.mark.parametrize(("name", "num_ranks"), [("12B", 16), ("31B", 3), ("26B-A4B", 6)])
 def test_heads_that_cannot_be_shared(name: str, num_ranks: int) -> None:
-    with pytest.raises(ConfigError, match=f"got {num_ranks}, but the sliding layers have .* KV heads"):
+    with pytest.raises(ConfigError, match=f"got {num_ranks}, but the sliding layers have .* KV heads") as caught:
         layout_of(name, num_ranks)
+    assert "--data-parallel-size for more GPUs" in caught.value.hint
+
+
+def test_one_head_cannot_be_shared_at_all() -> None:
+    """The built-in model has one sliding KV head."""
+    with pytest.raises(ConfigError, match="got 2, but the sliding layers have 1 KV heads") as caught:
+        resolve(build_config({"device": "cpu", "tensor_parallel_size": 2}))
+    assert caught.value.hint.startswith("use --data-parallel-size instead")
 
 
 def test_small_models_use_replicas(tmp_path: Path) -> None:
@@ -125,7 +133,32 @@ def test_the_plan_of_four_gpus() -> None:
     first = ranks["exchanges"][0]
     assert (first["num_tokens"], first["num_reductions"]) == (1, 121)
     assert first["reduced_bytes"] == 121 * 5376 * 2
-    assert first["link_s"] == pytest.approx((1.5 * first["reduced_bytes"] + first["gathered_bytes"]) / 450e9)
+    assert first["method"] == "one-shot"
+    assert first["moved_bytes"] == 3 * first["reduced_bytes"]
+    assert first["link_s"] == pytest.approx((first["moved_bytes"] + first["gathered_bytes"]) / 450e9)
+
+
+def test_what_the_ranks_exchange() -> None:
+    """In one shot, every rank receives all other tensors. Otherwise, each one adds its part and receives the other parts."""
+    for count in (2, 4, 8):
+        plan = json.loads(run_plan("31B", "--gpu", "h100", "--json", "--tensor-parallel-size", str(count)))
+        exchanges = {each["num_tokens"]: each for each in plan["ranks"]["exchanges"]}
+        assert [each["method"] for each in exchanges.values()] == ["one-shot", "one-shot", "two-shot", "two-shot", "NCCL"]
+        for num_tokens, each in exchanges.items():
+            factor = count - 1 if each["method"] == "one-shot" else 2 * (count - 1) / count
+            assert each["moved_bytes"] == factor * each["reduced_bytes"] == factor * 121 * num_tokens * 5376 * 2
+        # A step has as many rows of logits as sequences, by default 128. With 8 ranks, pairs also share tokens of 10 layers.
+        weights = 2048 * 4 * 10 * 8 * (count - 1) if count == 8 else 0
+        assert exchanges[2048]["gathered_bytes"] == 128 * 262144 * 4 * (count - 1) // count + weights
+    few = "--max-num-seqs", "4", "--speculative-config", '{"method": "mtp", "model": "random:", "num_speculative_tokens": 3}'
+    plan = json.loads(run_plan("31B", "--gpu", "h100", "--json", "--tensor-parallel-size", "2", *few))
+    assert plan["ranks"]["exchanges"][-1]["gathered_bytes"] == 4 * 4 * 262144 * 4 // 2
+
+
+def test_ranks_on_a_cpu_add_with_gloo() -> None:
+    plan = json.loads(plan_json("cpu", 2))
+    assert {each["method"] for each in plan["ranks"]["exchanges"]} == {"gloo"}
+    assert {each["link_s"] for each in plan["ranks"]["exchanges"]} == {None}
 
 
 def test_ranks_on_a_cpu_share_its_memory() -> None:

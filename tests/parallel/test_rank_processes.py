@@ -65,8 +65,14 @@ def test_a_rank_that_is_killed(tmp_path: Path, index: int) -> None:
         os.kill(worker.pids[1 - index], signal.SIGSTOP)  # so that the step cannot end
         step = worker.launch(plan(1))
         os.kill(worker.pids[index], signal.SIGKILL)
-        with pytest.raises(WorkerDied, match=f"process {worker.pids[index]} exited unexpectedly with exit code -9"):
+        with pytest.raises(WorkerDied) as caught:
             step.result()
+        assert (
+            caught.value.message == f"rank {index}'s worker process {worker.pids[index]} exited unexpectedly with exit code -9"
+        )
+        assert "out of memory" in caught.value.hint
+        with pytest.raises(WorkerDied, match=f"rank {index}'s worker process {worker.pids[index]} exited"):
+            worker.launch(plan(2))  # the other rank was killed only afterwards
         assert all(map(is_gone, worker.pids))
 
 
@@ -116,6 +122,24 @@ def test_a_rank_that_hangs_at_start(tmp_path: Path) -> None:
         ProcessWorker("tests.parallel.fake_ranks:hang", num_ranks=2, limit_s=LIMIT_S, folder=str(tmp_path))
 
 
+def test_a_rank_that_lives_but_does_not_get_on(tmp_path: Path) -> None:
+    """Its signs of life come from a thread of their own."""
+    with pytest.raises(WorkerDied) as caught:
+        ProcessWorker("tests.parallel.fake_ranks:wait", num_ranks=2, build_limit_s=2.0, folder=str(tmp_path))
+    problem = "no rank has got on with its start for 2 s (rank 0 is at: the meeting, rank 1 is at: the weights)"
+    assert caught.value.message == problem
+    assert "step_s" in str(caught.value.hint)
+
+
+def test_ranks_that_get_on_may_take_long(tmp_path: Path) -> None:
+    """It is enough if one of them does, because others wait for it."""
+    worker = ProcessWorker(
+        "tests.parallel.fake_ranks:build_in_parts", num_ranks=2, build_limit_s=4.0, folder=str(tmp_path), build_s=7.0
+    )
+    worker.close()
+    assert worker.num_slabs == 7
+
+
 @pytest.mark.slow
 def test_ranks_that_take_long_to_start(tmp_path: Path) -> None:
     """The limit is on silence, not on the start."""
@@ -137,8 +161,9 @@ def test_a_rank_that_fails(tmp_path: Path) -> None:
 def test_ranks_that_draw_different_tokens(tmp_path: Path) -> None:
     with ranks(tmp_path, odd_step=1) as worker:
         worker.launch(plan(0)).result()
-        with pytest.raises(WorkerDied, match="ranks 0 and 1 drew different tokens"):
-            worker.launch(plan(1)).result()
+        for step_id in (1, 2):
+            with pytest.raises(WorkerDied, match="ranks 0 and 1 drew different tokens"):
+                worker.launch(plan(step_id)).result()
 
 
 def test_a_rank_that_refuses_to_start(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from culet.attention.plan import AttentionPlan, plan_attention
 from culet.cache.spec import CacheLayout, plan_cache, share_among, stored_as
-from culet.cli.planning.ranks import STEP_TOKENS, Exchange, Share, cache_share, weight_shares
+from culet.cli.planning.ranks import STEP_TOKENS, Exchange, RankFacts, Share, cache_share, weight_shares
 from culet.config import Config, ModelConfig
 from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.errors import CheckpointError, ConfigError
@@ -270,8 +270,11 @@ def shares_of(facts: Facts, *, text_only: bool = False) -> list[Share]:
 
 
 def exchanges_of(facts: Facts) -> list[Exchange]:
-    itemsize, link = _ITEMSIZES[facts.dtype], facts.gpu.link
-    return [Exchange.of(facts.spec, facts.layout, facts.num_ranks, itemsize, count, link) for count in STEP_TOKENS]
+    num_drafts = 0 if facts.drafter is None else facts.drafter.max_drafts
+    max_logits = facts.config.schedule.max_num_seqs * (1 + num_drafts)
+    gpu = facts.gpu
+    ranks = RankFacts(facts.num_ranks, _ITEMSIZES[facts.dtype], max_logits, gpu.arch.is_gpu, gpu.link)
+    return [Exchange.of(facts.spec, facts.layout, ranks, count) for count in STEP_TOKENS]
 
 
 def _ranks(facts: Facts) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from culet.cache.spec import CacheLayout, KVGroup
 from culet.hardware import Link
 from culet.models.sizes import attention_weights
 from culet.models.spec import ModelSpec
+from culet.parallel.reduce.choice import Method, Reductions
 
 STEP_TOKENS = (1, 8, 32, 256, 2048)  # numbers of tokens in a step for which exchanges are shown
 _BY_WIDTH = {"dense MLP": "by width", "routed experts": "every expert by width"}
@@ -27,30 +28,54 @@ class Share:
 
 
 @dataclass(frozen=True)
+class RankFacts:
+    """What the exchanges of a step depend on, besides the model and the number of tokens."""
+
+    num_ranks: int
+    itemsize: int  # of activations
+    max_logits: int  # the most rows of logits in a step
+    is_gpu: bool
+    link: Link | None  # between the GPUs, or None if it is not known
+
+
+@dataclass(frozen=True)
 class Exchange:
     """What the ranks exchange in a step of `num_tokens` tokens."""
 
     num_tokens: int
     num_reductions: int
-    reduced_bytes: int  # of all reductions, as each rank sees them
+    method: str  # how each of them is added if symmetric memory works
+    reduced_bytes: int  # of all tensors that are added
+    moved_bytes: int  # that each rank receives for the sums
     gathered_bytes: int  # that each rank receives: logits, and the weights of shared tokens
     link_s: float | None  # time at the link's rate, or None if the link is not known
 
     @classmethod
-    def of(
-        cls, spec: ModelSpec, layout: CacheLayout, num_ranks: int, itemsize: int, num_tokens: int, link: Link | None
-    ) -> Exchange:
-        """Count the exchanges. A ring moves 2 (N - 1) / N of a reduced tensor over each link."""
+    def of(cls, spec: ModelSpec, layout: CacheLayout, ranks: RankFacts, num_tokens: int) -> Exchange:
+        """Count the exchanges."""
         per_layer = 3 if spec.moe is not None else 2  # attention, MLP and experts
         num_reductions = 1 + per_layer * len(spec.layers)  # the first one is the embedding
-        reduced = num_reductions * num_tokens * spec.hidden_size * itemsize
-        others = num_ranks - 1
-        logits = min(num_tokens, 256) * spec.vocab_size * 4 * others // num_ranks
+        each = num_tokens * spec.hidden_size * ranks.itemsize
+        method = Reductions(has_torch_ops=ranks.is_gpu).method(each)
+        name = method.value if method is not Method.LIBRARY else "NCCL" if ranks.is_gpu else "gloo"
+        others = ranks.num_ranks - 1
+        moved = num_reductions * _moved_bytes(each, method, ranks.num_ranks)
+        logits = min(num_tokens, ranks.max_logits) * spec.vocab_size * 4 * others // ranks.num_ranks
         shared = [group for group in layout.groups if group.spec.token_shares > 1]
         heads = sum(len(group.layers) * heads_of_rank(group, spec.layers[0].num_heads) for group in shared)
         gathered = logits + others * num_tokens * 4 * heads
-        seconds = None if link is None else (2 * others / num_ranks * reduced + gathered) / link.bytes_per_s
-        return cls(num_tokens, num_reductions, reduced, gathered, seconds)
+        seconds = None if ranks.link is None else (moved + gathered) / ranks.link.bytes_per_s
+        return cls(num_tokens, num_reductions, name, num_reductions * each, moved, gathered, seconds)
+
+
+def _moved_bytes(num_bytes: int, method: Method, num_ranks: int) -> int:
+    """Return how many bytes each rank receives while a tensor of `num_bytes` is added.
+
+    In one shot, it receives every other rank's tensor. Otherwise, and in a ring, it receives the other ranks' terms of its own
+    part, and then the sums of the other parts.
+    """
+    others = num_ranks - 1
+    return others * num_bytes if method is Method.ONE_SHOT else 2 * others * num_bytes // num_ranks
 
 
 def weight_shares(spec: ModelSpec, layout: CacheLayout, part_bytes: Mapping[str, int], num_ranks: int) -> list[Share]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from culet.log import logger
+from culet.parallel.progress import begin
 
 
 class StartTimes:
@@ -20,6 +21,7 @@ class StartTimes:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        begin(name)
         started = time.perf_counter()
         try:
             yield

@@ -35,12 +35,13 @@ from culet.models.towers.towers import Towers, load_towers
 from culet.models.weight_files import weight_files
 from culet.models.weights import explain_not_finite, load_model
 from culet.parallel.group import RankGroup
+from culet.parallel.progress import begin
 from culet.parallel.reduce.choice import LIBRARY_ALONE, Reductions
 from culet.parallel.reduce.probe import probe
 from culet.parallel.reduce.symmetric import may_overlap
 from culet.runner.media.step_media import ImageMask, image_mask, placeholder_ids
 from culet.runner.runner import Runner
-from culet.runner.worker import ProcessWorker, Worker
+from culet.runner.worker import BUILD_LIMIT_S, ProcessWorker, Worker
 from culet.structured.compiler import GrammarCompiler
 from culet.text.tokenizer import Tokenizer, make_tokenizer
 from culet.types import Sampling, SamplingParams
@@ -88,7 +89,7 @@ def build_elsewhere(setup: Setup, make_worker: MakeWorker, times: StartTimes) ->
 def build_ranks(setup: Setup, times: StartTimes, limit_s: float) -> BuiltWorker:
     """Start a process for each rank. On a GPU, the ranks measure how much KV cache fits, and the smallest counts.
 
-    A rank that sends nothing for `limit_s` counts as dead.
+    A rank that sends nothing for `limit_s` counts as dead. Ranks that do not get on have at least `BUILD_LIMIT_S`.
     """
     with times.part("ranks"):
         given = {"settings": given_settings(setup.config), "num_slabs": _planned_slabs(setup)}
@@ -97,6 +98,7 @@ def build_ranks(setup: Setup, times: StartTimes, limit_s: float) -> BuiltWorker:
             "culet.engine.start.worker:build_rank",
             num_ranks=setup.rank.size,
             limit_s=limit_s,
+            build_limit_s=max(limit_s, BUILD_LIMIT_S),
             reductions=reductions,
             **given,
         )
@@ -154,6 +156,7 @@ def build_rank(
     setup = resolve(build_config(settings), rank_index)
     if not setup.is_gpu:
         torch.set_num_threads(max(1, torch.get_num_threads() // setup.rank.size))
+    begin("the meeting of the ranks")
     group = RankGroup.join(setup.rank, meeting_file, setup.device)
     group.check_same(_facts_of_rank(setup, settings))
     num_columns = setup.spec.hidden_size * (1 if setup.spec.moe is None else 2)  # an MLP's row, and the experts' beside it

@@ -27,7 +27,7 @@ async def server_info(service: Service, request: Request) -> Response:
     if facts is not None:
         answer |= {
             "page_size": facts.block_tokens,
-            "max_total_num_tokens": facts.num_pages * facts.block_tokens,  # if the global layers had all pages
+            "max_total_num_tokens": facts.cache_tokens,  # of one engine, as in SGLang
             "max_running_requests": facts.max_num_seqs,
             "max_queued_requests": facts.max_queue_len,
             "context_length": facts.max_model_len,

@@ -172,6 +172,7 @@ class Engines:
                 facts.max_num_seqs,
                 engine.prefixes.find(tokens, content),
                 engine.prefixes.num_points,
+                engine.silent_s,
             )
             for engine in ready
         ]

@@ -77,7 +77,12 @@ class SupervisedEngine:
         """`ok`, or why the engine answers no requests: it is `loading`, `restarting` after its death, or `stuck`."""
         if not self.is_ready:
             return "restarting" if self.state is State.DEAD or self.num_restarts else "loading"
-        return "stuck" if self._watchdog is not None and self._watchdog.silent_s > self._limits.step_s else "ok"
+        return "stuck" if self.silent_s > self._limits.step_s else "ok"
+
+    @property
+    def silent_s(self) -> float:
+        """How long the engine has said nothing although it has work."""
+        return 0.0 if self._watchdog is None else self._watchdog.silent_s
 
     async def start(self) -> None:
         """Start a process and wait until the model is loaded. Raise if that fails."""

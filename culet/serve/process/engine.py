@@ -276,6 +276,7 @@ def start_engine(start: Start) -> tuple[SteppedEngine, Ready]:
     """Load the model and warm it up. Return the engine and the message that it is ready."""
     from culet.attention.picture import draw
     from culet.engine.engine import Engine
+    from culet.engine.memory import most_tokens
 
     engine = Engine(start.config, rank_limit_s=max(start.step_s, _LEAST_RANK_LIMIT_S))
     _warm_up(engine, engine.rules)
@@ -293,6 +294,7 @@ def start_engine(start: Start) -> tuple[SteppedEngine, Ready]:
         device=str(engine.device),
         dtype=str(engine.dtype).removeprefix("torch."),
         num_pages=engine.stats().num_pages,
+        cache_tokens=most_tokens(layout, engine.stats().num_pages, engine.max_model_len),
         page_bytes=layout.slab_bytes,
         groups=tuple(
             GroupFacts(group.name, len(group.layers), group.page_tokens, group.window, *backends.get(group.name, ("", "")))

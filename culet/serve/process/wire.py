@@ -110,6 +110,7 @@ class Ready(Struct, tag="ready", frozen=True):
     dtype: str
     num_pages: int
     page_bytes: int
+    cache_tokens: int  # that fit at the same time if sequences are as long as they may get
     groups: tuple[GroupFacts, ...] = ()
     start_s: dict[str, float] = {}  # seconds that each part of the startup took
     plan_svg: str = ""  # a picture of the attention plan
@@ -118,6 +119,11 @@ class Ready(Struct, tag="ready", frozen=True):
     def block_tokens(self) -> int:
         """The size of a block for routers, which know only one size: a page of the global layers."""
         return next((group.page_tokens for group in self.groups if group.window is None), 0)
+
+    @property
+    def num_blocks(self) -> int:
+        """How many of these blocks fit. There are more pages, but sliding layers need some of them for every sequence."""
+        return self.cache_tokens // max(1, self.block_tokens)
 
 
 class Failed(Struct, tag="failed", frozen=True):

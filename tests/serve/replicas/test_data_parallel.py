@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,15 +132,35 @@ def test_other_engines_answer_what_a_given_up_engine_leaves(scripted: Callable[.
         with server.http.stream("POST", "/v1/completions", json={**body, "max_tokens": 5000, "stream": True}) as first:
             lines = first.iter_lines()
             next(lines)
+            rank = [engine["in_flight"] for engine in server.stats()["engines"]].index(1)
             answers = [pool.submit(server.http.post, "/v1/completions", json=body) for _ in range(4)]
             wait_for(lambda: [engine["in_flight"] for engine in server.stats()["engines"]] in ([2, 3], [3, 2]), what="all")
-            longest = next(rank for rank, engine in enumerate(server.stats()["engines"]) if engine["generated_tokens"] > 0)
-            os.kill(server.engine_ids()[longest], signal.SIGKILL)
+            os.kill(server.engine_ids()[rank], signal.SIGKILL)
             assert [answer.result(300).json()["choices"] for answer in answers] == [expected] * 4
-            list(lines)
-        assert sum(engine["state"] == "ready" for engine in server.stats()["engines"]) == 1
+            assert '"error"' in [line for line in lines if line][-2]
+        assert [engine["state"] == "ready" for engine in server.stats()["engines"]] == [rank == 1, rank == 0]
         assert "goes on with 1 of 2 engines" in server.log()
         assert server.http.post("/v1/completions", json=body).json()["choices"] == expected
+
+
+def test_an_engine_that_hangs_gets_no_new_requests(scripted: Callable[..., Running]) -> None:
+    """The watchdog waits for minutes. Until then, another engine answers, even if it has more to do."""
+    body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 10, "ignore_eos": True}
+    with scripted(step_s=0.02, settings={"data_parallel_size": 2}) as server, ThreadPoolExecutor(3) as pool:
+        long = [pool.submit(server.http.post, "/v1/completions", json={**body, "max_tokens": 900}) for _ in range(3)]
+        wait_for(lambda: server.stats()["requests"]["in_flight"] == 3, what="the requests")
+        loads = [engine["in_flight"] for engine in server.stats()["engines"]]
+        rank = loads.index(1)
+        process_id = server.engine_ids()[rank]
+        os.kill(process_id, signal.SIGSTOP)
+        try:
+            time.sleep(7)
+            assert server.http.post("/v1/completions", json=body, timeout=60).status_code == 200
+            assert server.stats()["engines"][rank]["in_flight"] == 1
+        finally:
+            os.kill(process_id, signal.SIGCONT)
+        assert [answer.result(120).status_code for answer in long] == [200] * 3
+        server.check_well()
 
 
 def test_routers_learn_about_the_server(pair: Running, tiny: Running) -> None:
@@ -147,12 +168,18 @@ def test_routers_learn_about_the_server(pair: Running, tiny: Running) -> None:
         info = server.http.get("/server_info").json()
         assert (info["dp_size"], info["served_model_name"], info["context_length"]) == (size, "gemma", 2048)
         assert info["page_size"] > 0
+        # All groups share the pages, so fewer tokens fit than if global layers had all of them.
+        num_pages = server.stats()["engine"]["num_pages"]
+        assert 2048 <= info["max_total_num_tokens"] < num_pages * info["page_size"]
         assert server.http.get("/model_info").json()["is_generation"] is True
         loads = server.http.get("/get_load").json()
         assert [load["dp_rank"] for load in loads] == list(range(size))
         assert all(load["num_reqs"] == load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
         assert all(load["load"] == load["num_reqs"] for load in loads)
-        assert f'vllm:cache_config_info{{block_size="{info["page_size"]}"' in server.http.get("/metrics").text
+        num_blocks = info["max_total_num_tokens"] // info["page_size"]
+        line = next(line for line in server.http.get("/metrics").text.splitlines() if line.startswith("vllm:cache_config_info"))
+        assert f'block_size="{info["page_size"]}"' in line
+        assert f'num_gpu_blocks="{num_blocks}"' in line
 
 
 def test_routers_learn_about_the_load(scripted: Callable[..., Running]) -> None:

@@ -53,6 +53,15 @@ def test_a_few_shared_tokens_do_not_attract_every_conversation() -> None:
     assert best(Candidate(1, 16, Overlap(1024)), Candidate(0, 16, Overlap()), prompt_len=100_000) == 0
 
 
+def test_an_engine_that_may_hang_gets_nothing_if_another_one_answers() -> None:
+    silent = Candidate(1, 16, Overlap(80), silent_s=6.0)
+    assert best(Candidate(9, 16, Overlap()), silent) == 0
+    assert best(Candidate(16, 16, Overlap()), silent) == 0
+    assert best(Candidate(9, 16, Overlap(), silent_s=9.0), silent) == 1
+    assert best(Candidate(9, 16, Overlap()), Candidate(1, 16, Overlap(80), silent_s=2.0)) == 1  # a long step
+    assert best(Candidate(9, 16, Overlap()), Candidate(10, 16, Overlap(80)), silent) == 1  # its load is no measure
+
+
 def test_the_router_knows_what_the_cache_knows() -> None:
     """The mirror resumes random prompts exactly where the cache does, while points come and go."""
     rng = random.Random(3)
