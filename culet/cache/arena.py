@@ -3,7 +3,8 @@
 A page has two kinds of holders. **Sequences** (and pending copies) hold it with `take` and `share`, and release it with
 `give_back`. **Resume points** of the prefix cache hold it with `keep` and release it with `drop`. A page that only resume
 points hold is *reclaimable*, because dropping them frees it. So a running sequence can get exactly
-`num_free + num_reclaimable` pages.
+`num_free + num_reclaimable` pages. The prefix cache says which of its points are *covered*: sequences or other points hold
+their pages anyway.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Arena:
         self._free = list(range(num_pages - 1, -1, -1))
         self._held = [0] * num_pages  # references by sequences
         self._kept = [0] * num_pages  # references by resume points
-        self._newly_alone: set[int] = set()  # see `drain_alone`
+        self._open = [0] * num_pages  # references by resume points that are not covered
+        self._newly_bare: set[int] = set()  # see `drain_bare`
 
     @property
     def num_free(self) -> int:
@@ -37,9 +39,13 @@ class Arena:
         """Return the numbers of references by sequences and by resume points."""
         return self._held[page], self._kept[page]
 
-    def frees(self, page: int) -> bool:
-        """Return whether dropping one resume point that keeps `page` frees it."""
-        return self._held[page] == 0 and self._kept[page] == 1
+    def is_last_open(self, page: int) -> bool:
+        """Return whether `page` is held by one resume point that is not covered, and by no sequence."""
+        return self._held[page] == 0 and self._open[page] == 1
+
+    def is_bare(self, page: int) -> bool:
+        """Return whether only covered resume points hold `page`."""
+        return self._held[page] == 0 and self._open[page] == 0 and self._kept[page] > 0
 
     def take(self, num_pages: int) -> list[int]:
         """Take `num_pages` free pages. Each is then held once."""
@@ -65,8 +71,7 @@ class Arena:
             if self._held[page] == 0:
                 if self._kept[page]:
                     self.num_reclaimable += 1
-                    if self._kept[page] == 1:
-                        self._newly_alone.add(page)
+                    self._note_bare(page)
                 else:
                     self._free.append(page)
 
@@ -75,19 +80,38 @@ class Arena:
         for page in pages:
             assert not self.is_free(page), f"page {page} is free and cannot be kept"
             self._kept[page] += 1
+            self._open[page] += 1
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Release each of `pages` for one resume point."""
+        """Release each of `pages` for one resume point, which is not covered."""
         for page in pages:
-            assert self._kept[page] > 0, f"page {page} was dropped, but no resume point keeps it"
+            assert self._open[page] > 0, f"page {page} was dropped, but no resume point keeps it"
             self._kept[page] -= 1
+            self._open[page] -= 1
             if self.is_free(page):
                 self.num_reclaimable -= 1
                 self._free.append(page)
-            elif self._kept[page] == 1 and self._held[page] == 0:
-                self._newly_alone.add(page)
+            else:
+                self._note_bare(page)
 
-    def drain_alone(self) -> set[int]:
-        """Return the pages that, since the last call, became pages that only one resume point holds. Some may have changed."""
-        pages, self._newly_alone = self._newly_alone, set()
+    def cover(self, pages: Iterable[int]) -> None:
+        """Count a resume point that keeps `pages` as covered."""
+        for page in pages:
+            assert self._open[page] > 0, f"page {page} was covered, but no resume point keeps it"
+            self._open[page] -= 1
+            self._note_bare(page)
+
+    def uncover(self, pages: Iterable[int]) -> None:
+        """Undo `cover`."""
+        for page in pages:
+            assert self._open[page] < self._kept[page], f"page {page} was uncovered, but no covered resume point keeps it"
+            self._open[page] += 1
+
+    def drain_bare(self) -> set[int]:
+        """Return the pages that, since the last call, became pages that only covered points hold. Some may have changed."""
+        pages, self._newly_bare = self._newly_bare, set()
         return pages
+
+    def _note_bare(self, page: int) -> None:
+        if self.is_bare(page):
+            self._newly_bare.add(page)

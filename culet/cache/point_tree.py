@@ -28,7 +28,6 @@ class ResumePoint:
     media: tuple[MediaKey, ...]  # those that begin before `length`
     point_id: int
     last_use: int  # a count of uses, larger for later ones
-    is_candidate: bool = False  # whether it is in the heap of points that may free a page
 
     @property
     def pages(self) -> list[int]:

@@ -15,17 +15,18 @@ names. A request names lengths because a chat's next prompt begins like this one
 Points are found by content: the token ids, the content keys of media, and the request's salt, which keeps tenants apart. The
 content is compared itself, not a hash of it, because a collision would answer one user's prompt with another's cache.
 
-There are at most as many points as pages, or `MIN_BOUND` if that is more. Points are evicted by last use, first those that free
-a page at once. Nothing is scanned for that. The arena reports pages that only one point holds, and these points are kept in a
-heap. An entry of the heap may be out of date. It is checked when it reaches the top, so that each use and each change of a page
-costs one entry.
+There are at most as many points as pages, or `MIN_BOUND` if that is more. Pages are freed by the last use of any point that
+holds them. So points are evicted by last use, but a point that would free nothing is only **covered**: sequences, or points
+that were used later, hold its pages. It stays until one of its pages has no such holder any more, and is then the next to go.
+A request often leaves several points on the same pages. If they did not count as one, points in use would go before them.
+Nothing is scanned for that. A point is covered at most once after each use.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 
 from culet.cache.arena import Arena
 from culet.cache.changes import PointRemoved, PrefixChange, stored_change
@@ -36,7 +37,6 @@ from culet.types import PageTable
 
 POINT_SLACK = 32  # tokens before its end at which a point can still be resumed, if they are stored
 MIN_BOUND = 256  # points that may exist in any case
-_MIN_COMPACTED = 64  # entries of removed points that the heap of candidates may have in any case
 
 
 class PrefixCache:
@@ -47,12 +47,10 @@ class PrefixCache:
         self._groups = layout.groups
         self._tree = PointTree()
         self._max_points = max(MIN_BOUND, arena.num_pages)
-        self._by_use: OrderedDict[ResumePoint, None] = OrderedDict()
+        self._by_use: OrderedDict[ResumePoint, None] = OrderedDict()  # without the covered ones, which are older
+        self._covered: OrderedDict[ResumePoint, None] = OrderedDict()
+        self._covered_at: dict[int, set[ResumePoint]] = {}  # covered points by the pages that they may free
         self._num_uses = 0
-        self._points: dict[int, ResumePoint] = {}  # by point_id
-        # By page, the ids of all points that hold it, combined by exclusive or. If only one point holds it, this is its id.
-        self._holders = [0] * arena.num_pages
-        self._candidates: list[tuple[int, int]] = []  # a heap of (last_use, point_id)
         self._changes: list[PrefixChange] | None = None  # since the last `drain_changes`, if anyone follows them
 
     def record_changes(self) -> None:
@@ -69,11 +67,11 @@ class PrefixCache:
 
     @property
     def num_resume_points(self) -> int:
-        return len(self._by_use)
+        return len(self._by_use) + len(self._covered)
 
     def resume_points(self) -> list[ResumePoint]:
         """Return all points, the least recently used first."""
-        return list(self._by_use)
+        return sorted([*self._covered, *self._by_use], key=lambda point: point.last_use)
 
     def find(self, tokens: Sequence[int], content: PrefixContent, limit: int) -> Match:
         """Find the point that resumes `tokens` furthest, at `limit` tokens at most."""
@@ -81,6 +79,8 @@ class PrefixCache:
 
     def touch(self, point: ResumePoint) -> None:
         """Mark `point` as used, so that it is evicted later."""
+        if point in self._covered:
+            self._uncover(point)
         self._by_use.move_to_end(point)
         point.last_use = self._next_use()
 
@@ -121,47 +121,63 @@ class PrefixCache:
             self._changes.append(stored_change(self._tree, point, units))
         self._tree.add(point, units)
         self._by_use[point] = None
-        self._points[point.point_id] = point
-        self._mark_holder(point)
-        if len(self._points) > self._max_points:
-            self._remove(next(iter(self._by_use)))
+        if self.num_resume_points > self._max_points:
+            self._remove(next(iter(self._covered or self._by_use)))
 
     def make_room(self, num_pages: int) -> None:
-        """Evict points until `num_pages` are free or none can be freed. Points that free a page immediately go first."""
+        """Evict points until `num_pages` are free or none can be freed. The pages that were not used for longest go first."""
         while self._arena.num_free < num_pages and self._arena.num_reclaimable:
-            # If every page has several holders, the oldest point goes, and others free more when their turn comes.
-            self._remove(self._oldest_that_frees() or next(iter(self._by_use)))
+            self._remove(self._next_to_go())
 
-    def _oldest_that_frees(self) -> ResumePoint | None:
-        """Return the least recently used point that frees a page when it is removed, or None if none does."""
-        for page in self._arena.drain_alone():
-            if self._arena.frees(page):
-                self._nominate(self._points[self._holders[page]])
-        while self._candidates:
-            last_use, point_id = heapq.heappop(self._candidates)
-            point = self._points.get(point_id)
-            if point is None:
-                continue
-            point.is_candidate = False
-            if point.last_use != last_use:
-                self._nominate(point)
-            elif self._frees_any(point):
+    def _next_to_go(self) -> ResumePoint:
+        """Return the least recently used point whose pages no sequence and no point that was used later holds."""
+        self._uncover_bare()
+        while self._by_use:
+            point = next(iter(self._by_use))
+            if any(map(self._arena.is_last_open, self._own_pages(point))):
                 return point
-        return None
+            self._cover(point)
+        return next(iter(self._covered))
 
-    def _nominate(self, point: ResumePoint) -> None:
-        if not point.is_candidate:
-            point.is_candidate = True
-            heapq.heappush(self._candidates, (point.last_use, point.point_id))
+    def _own_pages(self, point: ResumePoint) -> list[int]:
+        """Return the pages that a point may free. Whoever holds a page without a window holds all pages before it."""
+        pages: list[int] = []
+        for group, table in zip(self._groups, point.tables, strict=True):
+            pages += table.pages[-1:] if group.window is None else table.pages
+        return pages
 
-    def _mark_holder(self, point: ResumePoint) -> None:
-        """Add `point` to the holders of its pages, or remove it."""
-        for page in point.pages:
-            self._holders[page] ^= point.point_id
+    def _cover(self, point: ResumePoint) -> None:
+        del self._by_use[point]
+        self._covered[point] = None
+        for page in self._own_pages(point):
+            self._covered_at.setdefault(page, set()).add(point)
+        self._arena.cover(point.pages)
+
+    def _uncover(self, point: ResumePoint) -> None:
+        """Let `point` be the next that may be evicted."""
+        del self._covered[point]
+        for page in self._own_pages(point):
+            self._covered_at[page].discard(point)
+            if not self._covered_at[page]:
+                del self._covered_at[page]
+        self._arena.uncover(point.pages)
+        self._by_use[point] = None
+        self._by_use.move_to_end(point, last=False)
+
+    def _uncover_bare(self) -> None:
+        """Uncover the points on pages that only covered points hold, and put them where their last use belongs."""
+        bare = [page for page in self._arena.drain_bare() if self._arena.is_bare(page)]
+        points = {point for page in bare for point in self._covered_at.get(page, ())}
+        for point in points:
+            self._uncover(point)
+        newest = max((point.last_use for point in points), default=0)
+        older = list(takewhile(lambda point: point.last_use < newest or point in points, self._by_use))
+        for point in sorted(older, key=lambda point: -point.last_use):
+            self._by_use.move_to_end(point, last=False)
 
     def clear(self) -> None:
         """Remove all points."""
-        for point in list(self._by_use):
+        for point in self.resume_points():
             self._remove(point)
 
     def _cut(self, length: int, tables: Sequence[PageTable], stored_from: Sequence[int]) -> tuple[int, tuple[PageTable, ...]]:
@@ -191,22 +207,11 @@ class PrefixCache:
                 earliest = max(earliest, first + group.reach - 1)
         return earliest
 
-    def _frees_any(self, point: ResumePoint) -> bool:
-        """Return whether dropping `point` frees a page."""
-        for group, table in zip(self._groups, point.tables, strict=True):
-            # Without a window, whoever holds a page holds all pages before it, so the last page is shared least.
-            pages = table.pages[-1:] if group.window is None else table.pages
-            if any(self._arena.frees(page) for page in pages):
-                return True
-        return False
-
     def _remove(self, point: ResumePoint) -> None:
-        del self._by_use[point], self._points[point.point_id]
-        self._mark_holder(point)
+        if point in self._covered:
+            self._uncover(point)
+        del self._by_use[point]
         self._tree.remove(point)
         if self._changes is not None:
             self._changes.append(PointRemoved(point.point_id))
         self._arena.drop(point.pages)
-        if len(self._candidates) > 2 * len(self._points) + _MIN_COMPACTED:
-            self._candidates = [entry for entry in self._candidates if entry[1] in self._points]
-            heapq.heapify(self._candidates)

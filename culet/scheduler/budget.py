@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from culet.config import ScheduleConfig
 from culet.scheduler.fairness import FairQueue, StepPrompts, rank, share_tokens
 from culet.scheduler.sequence import Sequence
 
 MIN_STEP = 256  # tokens that a step may have however slow it is, because smaller chunks waste the reading of weights
 CPU_MIN_STEP = 16  # the same on a CPU, where a token takes about as long in any larger chunk
+CPU_DECODE_FACTOR = 2  # a step on a CPU may take this many times as long as one that only decodes, however slow that is
 FIRST_FACTOR = 4  # before any step is measured, chunks beside running answers have this many times the minimum
 NUM_SPEEDS = 16  # latest measured steps that decide the size of the next
 LEARN_SHARE = 0.3  # of the tokens that a step may have. Smaller steps mostly wait for weights, so they are not measured.
@@ -28,23 +31,33 @@ class StepBudget:
     time grows with its tokens, so this settles where a step takes `max_step_s`, whatever the length of the prompts. Times vary,
     and answers wait for the slow steps, so the second slowest of the last steps counts. The slowest may have other causes. The
     number changes by a factor of two at most.
+
+    If decoding alone takes nearly `max_step_s` or longer, prompts would get tiny chunks and hardly advance. So a step may
+    always take `decode_factor` times as long as the fastest of the last steps with hardly any chunks.
     """
 
-    def __init__(self, max_tokens: int, max_step_s: float, min_tokens: int = MIN_STEP) -> None:
+    def __init__(self, max_tokens: int, max_step_s: float, min_tokens: int = MIN_STEP, decode_factor: float = 0.0) -> None:
         self.max_tokens = max_tokens
         self._max_step_s = max_step_s
-        self._min_tokens = min(min_tokens, max_tokens)
+        self._decode_factor = decode_factor
+        self._decode_s: deque[float] = deque(maxlen=NUM_SPEEDS)  # times of the last steps with hardly any chunks
+        self.min_tokens = min(min_tokens, max_tokens)
         self._num_tokens = float(min(FIRST_FACTOR * min_tokens, max_tokens))
         self._speeds: deque[float] = deque(maxlen=NUM_SPEEDS)  # tokens per second of the last steps
 
-    def took(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step. Those with few tokens say nothing about chunks."""
-        if not self._max_step_s or num_tokens < max(self._min_tokens, LEARN_SHARE * self._num_tokens) or seconds <= 0:
+    def took(self, num_tokens: int, seconds: float, chunk_tokens: int = sys.maxsize) -> None:
+        """Learn from a step. Those with few tokens say nothing about chunks. `chunk_tokens` are those that do not decode."""
+        limit_s = self._decode_factor * min(self._decode_s, default=0.0)
+        if chunk_tokens <= self.min_tokens:
+            self._decode_s.append(seconds)
+        elif self._decode_factor and seconds < limit_s / self._decode_factor:  # decoding takes less than it did before
+            self._decode_s.append(seconds / self._decode_factor)
+        if not self._max_step_s or num_tokens < max(self.min_tokens, LEARN_SHARE * self._num_tokens) or seconds <= 0:
             return
         self._speeds.append(num_tokens / seconds)
-        within = sorted(self._speeds)[:2][-1] * self._max_step_s
+        within = sorted(self._speeds)[:2][-1] * max(self._max_step_s, limit_s)
         within = min(max(within, self._num_tokens / 2), 2 * max(self._num_tokens, num_tokens))
-        self._num_tokens = min(max(within, self._min_tokens), self.max_tokens)
+        self._num_tokens = min(max(within, self.min_tokens), self.max_tokens)
 
     def of_step(
         self, running: Iterable[Sequence], waiting: Sequence | None, *, is_brisk: bool = False, is_shared: bool = False
@@ -63,10 +76,16 @@ class StepBudget:
         if not self._max_step_s or not (num_decoding or is_brisk):
             return self.max_tokens
         # The first prompt can always go on, even with media that are computed as a whole, and not in tiny chunks.
-        least = num_decoding + max(self._min_tokens // 2, first.min_chunk if first is not None else 1)
+        least = num_decoding + max(self.min_tokens // 2, first.min_chunk if first is not None else 1)
         # Never fewer than the minimum, because nothing is learned from smaller steps.
-        num_tokens = max(int(self._num_tokens * (BRISK_SHARE if is_brisk else 1)), MIN_STEP if is_shared else self._min_tokens)
+        num_tokens = max(int(self._num_tokens * (BRISK_SHARE if is_brisk else 1)), MIN_STEP if is_shared else self.min_tokens)
         return min(self.max_tokens, max(_round_down(num_tokens), least))
+
+
+def make_step_budget(config: ScheduleConfig, *, on_cpu: bool) -> StepBudget:
+    """Return the budget for these settings. On a CPU, chunks may be shorter, and steps that only decode may be slow."""
+    least = (CPU_MIN_STEP, CPU_DECODE_FACTOR) if on_cpu else (MIN_STEP, 0)
+    return StepBudget(config.max_num_batched_tokens, config.max_step_ms / 1e3, *least)
 
 
 def _round_down(num_tokens: int) -> int:

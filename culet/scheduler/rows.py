@@ -42,6 +42,11 @@ class PlannedStep:
     def num_tokens(self) -> int:
         return sum([plan.row.num_new for plan in self.planned])
 
+    @property
+    def chunk_tokens(self) -> int:
+        """The tokens of rows that do not just decode."""
+        return sum([plan.row.num_new for plan in self.planned if plan.row.num_new > plan.row.num_drafts + 1])
+
     @cached_property
     def shape(self) -> tuple[int, int, int] | None:
         return decode_shape(self.planned) if self.is_timed and self.planned else None
@@ -59,7 +64,7 @@ class StepTimer:
         """Learn from a step that has ended. The policy is told if it decodes with as many drafts as the step before."""
         now, last = self._clock(), self._last_shape
         if step.is_timed:
-            budget.took(step.num_tokens, now - max(self._last_end, step.planned_at))
+            budget.took(step.num_tokens, now - max(self._last_end, step.planned_at), step.chunk_tokens)
         # The time of a step that made fewer proposals than it was asked for says nothing about others.
         shape = step.shape if result.num_proposed == sum([plan.row.num_wanted for plan in step.planned]) else None
         if policy is not None and shape and last and shape[2] == last[2]:

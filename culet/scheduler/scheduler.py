@@ -19,7 +19,7 @@ from culet.cache.point_tree import Match
 from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
 from culet.scheduler.admission import check_fits, check_queue, pages_to_start, promised_pages, reserved_pages
-from culet.scheduler.budget import CPU_MIN_STEP, MIN_STEP, Grant, ShortFirst, StepBudget, share_step, short_prompts
+from culet.scheduler.budget import Grant, ShortFirst, make_step_budget, share_step, short_prompts
 from culet.scheduler.deadlines import Deadlines
 from culet.scheduler.draft_length import DraftLengths
 from culet.scheduler.fairness import BY_ORDER, BY_RANK, FairQueue, StepPrompts, TimeSlices
@@ -74,9 +74,8 @@ class Scheduler:
         self.plans_open = plans_open
         self.features = features
         self.budget = config.max_num_batched_tokens
-        min_step = CPU_MIN_STEP if on_cpu else MIN_STEP
-        self.step_budget, self._slices = StepBudget(self.budget, config.max_step_ms / 1e3, min_step), TimeSlices(min_step)
-        self._short_first = ShortFirst(is_on=on_cpu)
+        self.step_budget = make_step_budget(config, on_cpu=on_cpu)
+        self._short_first, self._slices = ShortFirst(is_on=on_cpu), TimeSlices(self.step_budget.min_tokens)
         # The most pages that a token and its drafts may need, including drafts in flight.
         self._max_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
         self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching, placeholder_ids=placeholder_ids)

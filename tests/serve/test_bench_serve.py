@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
@@ -12,9 +13,9 @@ from statistics import fmean, pstdev
 import pytest
 from click.testing import CliRunner
 
-from culet.bench.serve.client import Load
-from culet.bench.serve.figures import percentile
-from culet.bench.serve.load import arrivals, make_prompts
+from culet.bench.serve.client import Answer, Load, Prompt
+from culet.bench.serve.figures import percentile, summarise
+from culet.bench.serve.load import Chats, Outcome, arrivals, make_prompts
 from culet.cli.bench.serve import bench_serve
 from culet.cli.main import run
 from tests.serve.running import Running
@@ -65,7 +66,7 @@ def test_a_mixed_load_reports_what_running_chats_see(tiny: Running, tmp_path: Pa
     code, out, err = bench(tiny, "--dataset", "mixed", *lengths, "--metric-percentiles", "50,99", "--json", str(file))
     assert code == 0, err
     figures = json.loads(file.read_text())
-    assert (figures["completed"], figures["num_chats"]) == (3, 2)
+    assert (figures["completed"], figures["num_chats"], figures["failed_chats"]) == (3, 2, 0)
     assert 0 < figures["p50_chat_itl_ms"] <= figures["p99_chat_itl_ms"]
     assert "-------Inter-token Latency of Running Chats-------" in out.splitlines()
     tiny.check_well()
@@ -85,6 +86,25 @@ def test_an_agent_finds_its_history(tiny: Running, tmp_path: Path) -> None:
     assert second["mean_prompt_tokens"] > first["mean_prompt_tokens"]
     assert first["uncached_hit_tokens"] == second["uncached_hit_tokens"] == 0
     assert "hit rate %" in out
+
+
+def test_an_agent_finds_nothing_of_an_earlier_run(tiny: Running, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    sizes = ["--agent-history", "70", "--agent-sessions", "1", "--agent-turns", "1", "--agent-tools", "1"]
+    for _ in range(2):
+        code, _, err = bench(tiny, "--dataset", "agent", *sizes, "--random-output-len", "2", "--json", str(file))
+        assert code == 0, err
+        assert "warning" not in err
+        (turn,) = json.loads(file.read_text())["turns"]
+        assert turn["prefix_cache_hit_rate"] == turn["uncached_hit_tokens"] == 0
+
+
+def test_a_server_that_ignores_salts_is_noticed(tiny: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("culet.bench.serve.agent._salted", lambda prompt, salt: prompt)
+    sizes = ["--agent-history", "70", "--agent-sessions", "1", "--agent-turns", "1", "--agent-tools", "1"]
+    code, _, err = bench(tiny, "--dataset", "agent", *sizes, "--random-output-len", "2")
+    assert code == 0
+    assert "warning: the server found" in err
 
 
 def test_an_agent_keeps_the_figures_before_a_failure(tiny: Running, tmp_path: Path) -> None:
@@ -128,11 +148,56 @@ def test_bad_options_give_one_line_errors(capsys: pytest.CaptureFixture[str]) ->
         ["bench", "serve", "--extra-body", "[1]"],
         ["bench", "serve", "--request-rate", "0"],
         ["bench", "serve", "--dataset", "agent", "--agent-history", "many"],
+        ["bench", "serve", "--dataset", "agent", "--agent-history", "99999999999"],
     ):
         assert run(arguments) != 0
         message = capsys.readouterr().err
         assert "Traceback" not in message
         assert "error" in message.lower()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--dataset", "agent", "--request-rate", "1"], "request-rate: has no effect on --dataset agent"),
+        (["--dataset", "agent", "--backend", "vllm"], "backend: has no effect on --dataset agent"),
+        (["--dataset", "mixed", "--agent-turns", "3"], "agent-turns: has no effect on --dataset mixed"),
+        (["--num-chats", "3"], "num-chats: has no effect on --dataset random"),
+    ],
+)
+def test_options_without_effect_are_refused(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "serve", *arguments]) != 0
+    assert problem in capsys.readouterr().err
+
+
+class FailingClient:
+    """Draws two tokens for a chat, and then the server fails."""
+
+    async def ask(self, prompt: Prompt, model: str, answer: Answer) -> Answer:
+        answer.token_times += [0.0, 1.0]
+        await asyncio.sleep(0.02)
+        answer.error = "HTTP 500: broken"
+        return answer
+
+
+def test_chats_that_fail_are_counted() -> None:
+    async def load_chats() -> list[str]:
+        chats = Chats(FailingClient(), "model", Load("http://x", "", num_chats=2))  # type: ignore[arg-type]
+        await chats.begin()
+        await asyncio.sleep(0.1)
+        await chats.end()
+        return chats.errors
+
+    errors = asyncio.run(load_chats())
+    assert errors == ["HTTP 500: broken"] * 2
+    outcome = Outcome(Load("http://x", "", num_chats=2), "model", [], 1.0, {}, [], errors)
+    assert summarise(outcome)["failed_chats"] == 2
+
+
+def test_a_chat_that_cannot_start_says_why(tiny: Running) -> None:
+    code, _, err = bench(tiny, "--dataset", "mixed", "--num-warmups", "0", "--extra-body", '{"temperature": -1}')
+    assert code != 0
+    assert "a chat beside the prompts failed: HTTP 400" in err
 
 
 def test_prompts_and_arrivals_match_the_options() -> None:

@@ -2,7 +2,7 @@
 
 All sessions share their system message and tools and have histories of their own. Turns of different sessions are interleaved,
 so a server must keep the prefixes of all of them. The same turns are then sent again with a `cache_salt` of their own each. The
-server finds nothing for them, as if its cache were off.
+server finds nothing for them, as if its cache were off. Every run has salts of its own, so it finds nothing of earlier runs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
@@ -19,6 +20,7 @@ from culet.bench.serve.client import WORDS, Answer, Client, Load, Prompt
 from culet.errors import ConfigError
 
 MESSAGE_WORDS = 400  # of each message in the history
+MAX_HISTORY = 10_000_000  # longer ones are typing errors
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ async def run_agent(load: Load, agent: AgentLoad, turns: list[Turn], report: Cal
     try:
         model = await client.check()
         runner = _Runner(client, model, load, agent, report)
+        await runner.warm_up()
         for history_len in agent.history_lens:
             turns += await runner.run(history_len)
     finally:
@@ -134,6 +137,14 @@ class _Runner:
         self._limit = asyncio.Semaphore(load.max_concurrency or 1)
         self._tools = make_tools(agent.num_tools)
         self._num_done = 0
+        self._salt = f"agent {secrets.token_hex(8)}"
+
+    async def warm_up(self) -> None:
+        """Send a prompt that shares nothing with the others, so that no turn waits for what a server does only once."""
+        session = Session(self._agent, self._agent.history_lens[0], f"{self._load.seed} warm-up")
+        prompt = _salted(self._prompt(session.messages), f"{self._salt} warm-up")
+        for _ in range(self._load.num_warmups):
+            await self._ask(prompt)
 
     async def run(self, history_len: int) -> list[Turn]:
         """Run the sessions with a history of this length."""
@@ -144,15 +155,12 @@ class _Runner:
         cached = []
         for _ in range(agent.num_turns):
             prompts.append([self._prompt(session.messages) for session in sessions])
-            cached.append(await self._ask_all(prompts[-1]))
+            cached.append(await self._ask_all([_salted(prompt, self._salt) for prompt in prompts[-1]]))
             for session, answer in zip(sessions, cached[-1], strict=True):
                 session.take(answer)
         turns = []
         for number, (asked, answers) in enumerate(zip(prompts, cached, strict=True), 1):
-            salted = [
-                replace(prompt, fields={**prompt.fields, "cache_salt": f"agent {seed} {number}"})
-                for prompt, seed in zip(asked, seeds, strict=True)
-            ]
+            salted = [_salted(prompt, f"{self._salt} {seed} {number}") for prompt, seed in zip(asked, seeds, strict=True)]
             turns.append(Turn(history_len, number, answers, await self._ask_all(salted)))
         return turns
 
@@ -160,16 +168,26 @@ class _Runner:
         return Prompt(list(messages), 0, self._agent.output_len, {"tools": self._tools})
 
     async def _ask_all(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        return list(await asyncio.gather(*(self._ask(prompt) for prompt in prompts)))
+        async def ask(prompt: Prompt) -> Answer:
+            answer = await self._ask(prompt)
+            self._num_done += 1
+            self._report(self._num_done)
+            return answer
+
+        return list(await asyncio.gather(*map(ask, prompts)))
 
     async def _ask(self, prompt: Prompt) -> Answer:
         async with self._limit:
             answer = await self._client.ask(prompt, self._model)
         if answer.error:
-            raise ConfigError(f"a request failed: {answer.error}", hint="lower --agent-history, or check the server's log")
-        self._num_done += 1
-        self._report(self._num_done)
+            is_refused = answer.error.startswith("HTTP 400")
+            hint = "lower --agent-history if the prompt is too long" if is_refused else "check the server's log"
+            raise ConfigError(f"a request failed: {answer.error}", hint=hint)
         return answer
+
+
+def _salted(prompt: Prompt, salt: str) -> Prompt:
+    return replace(prompt, fields={**prompt.fields, "cache_salt": salt})
 
 
 def agent_block(turns: Sequence[Mapping[str, Any]]) -> str:

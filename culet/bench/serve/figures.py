@@ -56,9 +56,10 @@ def summarise(outcome: Outcome, percentiles: Sequence[float] = (99.0,)) -> dict[
         "itl": [gap for answer in good for gap in answer.gaps_s],
         "e2el": [answer.latency_s for answer in good],
     }
-    if outcome.chat_gaps_s:
+    if load.num_chats:
         series["chat_itl"] = list(outcome.chat_gaps_s)
         figures["num_chats"] = load.num_chats
+        figures["failed_chats"] = len(outcome.chat_errors)
         figures["chat_output_throughput"] = len(outcome.chat_gaps_s) / seconds
     for name, values in series.items():
         figures |= {
@@ -130,6 +131,7 @@ def block(figures: Mapping[str, Any], percentiles: Sequence[float] = (99.0,)) ->
     if "num_chats" in figures:
         lines += [
             line("Running chats:", figures["num_chats"]),
+            line("Failed chats:", figures["failed_chats"]),
             line("Output of running chats (tok/s):", figures["chat_output_throughput"]),
         ]
     for name, (title, short) in SERIES.items():

@@ -60,6 +60,7 @@ class Outcome:
     duration_s: float
     counters: Mapping[str, float]  # prefix reuse and drafting in this run; empty if the server has no such counters
     chat_gaps_s: Sequence[float] = ()  # times between tokens of the chats that ran beside the prompts
+    chat_errors: Sequence[str] = ()  # of the chats that ended before the prompts did
 
     @property
     def good(self) -> list[Answer]:
@@ -73,13 +74,14 @@ class Chats:
         self._client, self._model, self._load = client, model, load
         self._answers: list[Answer] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self.errors: list[str] = []  # one for each chat that failed
 
     async def begin(self) -> None:
         """Start all chats and wait until each has its first token."""
         self._tasks = [asyncio.create_task(self._chat(number)) for number in range(self._load.num_chats)]
         while sum(bool(answer.token_times) for answer in self._answers) < len(self._tasks):
-            if any(task.done() for task in self._tasks):
-                raise ConfigError("a chat beside the prompts failed", hint="check the server's log")
+            if self.errors:
+                raise ConfigError(f"a chat beside the prompts failed: {self.errors[0]}", hint="check the server's log")
             await asyncio.sleep(0.01)
 
     async def _chat(self, number: int) -> None:
@@ -92,6 +94,7 @@ class Chats:
             self._answers.append(answer)
             await self._client.ask(prompt, self._model, answer)
             if answer.error:
+                self.errors.append(answer.error)
                 return
 
     async def end(self) -> None:
@@ -140,4 +143,4 @@ async def run(load: Load, report: Callable[[int], None] = lambda done: None) -> 
     finally:
         await client.close()
     counters = {key: after[key] - before.get(key, 0.0) for key in after}
-    return Outcome(load, model, answers, duration, counters, chats.gaps_after(began))
+    return Outcome(load, model, answers, duration, counters, chats.gaps_after(began), chats.errors)

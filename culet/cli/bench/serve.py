@@ -32,6 +32,14 @@ class _Rate(click.ParamType):
 
 
 _COUNT = click.IntRange(min=1)
+# Options that mean nothing for a dataset. One that is given by mistake is refused, because a run can take an hour.
+_OF_AGENT = ("agent_history", "agent_sessions", "agent_turns", "agent_result_len", "agent_tools")
+_OF_PROMPTS = ("num_prompts", "input_len", "range_ratio", "prefix_len", "request_rate", "burstiness", "metric_percentiles")
+_UNUSED = {
+    "random": ("num_chats", *_OF_AGENT),
+    "mixed": _OF_AGENT,
+    "agent": ("num_chats", "save_detailed", "backend", *_OF_PROMPTS),
+}
 
 
 @click.command("serve")
@@ -139,6 +147,7 @@ def bench_serve(**options: Any) -> None:
     from culet.bench.serve.figures import block, details, summarise
     from culet.bench.serve.load import run
 
+    _check_used(options["dataset_name"])
     shares = _shares(options.pop("metric_percentiles"))
     json_file, detailed = options.pop("json_file"), options.pop("save_detailed")
     dataset, agent = options.pop("dataset_name"), _agent(options)
@@ -153,6 +162,8 @@ def bench_serve(**options: Any) -> None:
     errors = [answer.error for answer in outcome.answers if answer.error]
     if errors:
         click.echo(f"{len(errors)} requests failed; the first error was: {errors[0]}", err=True)
+    if outcome.chat_errors:
+        click.echo(f"{len(outcome.chat_errors)} chats failed; the first error was: {outcome.chat_errors[0]}", err=True)
     if json_file:
         head = {"date": datetime.now().strftime("%Y%m%d-%H%M%S"), "endpoint_type": figures["backend"]}
         more = details(outcome) if detailed else {}
@@ -161,13 +172,27 @@ def bench_serve(**options: Any) -> None:
         sys.exit(1)
 
 
+def _check_used(dataset: str) -> None:
+    """Raise if an option was given that has no effect on this dataset."""
+    context = click.get_current_context()
+    for param in context.command.params:
+        is_given = context.get_parameter_source(param.name or "") is click.core.ParameterSource.COMMANDLINE
+        if param.name in _UNUSED[dataset] and is_given:
+            right = "agent" if param.name in _OF_AGENT else "mixed" if dataset == "random" else "random"
+            hint = f"omit it, or use --dataset {right}"
+            if param.name == "backend":
+                hint = "omit it: an agent calls /v1/chat/completions"
+            raise ConfigError(f"{param.opts[0].lstrip('-')}: has no effect on --dataset {dataset}", hint=hint)
+
+
 def _agent(options: dict[str, Any]) -> Any:
-    from culet.bench.serve.agent import AgentLoad
+    from culet.bench.serve.agent import MAX_HISTORY, AgentLoad
 
     text = options.pop("agent_history")
     lengths = tuple(int(part) for part in text.split(",")) if re.fullmatch(r"\d+(,\d+)*", text) else ()
-    if not all(lengths) or not lengths:
-        raise ConfigError(f"agent-history: got {text!r}, expected numbers of tokens", hint="example: 20000,60000")
+    if not lengths or not all(0 < length <= MAX_HISTORY for length in lengths):
+        expected = f"expected numbers of tokens from 1 to {MAX_HISTORY:,}, separated by commas"
+        raise ConfigError(f"agent-history: got {text!r}, {expected}", hint="example: 20000,60000")
     return AgentLoad(
         lengths,
         options.pop("agent_sessions"),
@@ -190,6 +215,9 @@ def _run_agent(load: Any, agent: Any, json_file: str | None) -> None:
     finally:
         if figures := [turn.figures() for turn in turns]:
             click.echo(agent_block(figures))
+            if num_found := sum(figure["uncached_hit_tokens"] for figure in figures):
+                problem = f"the server found {num_found} tokens of prompts whose cache_salt was new to it"
+                click.echo(f"warning: {problem}, so the times without the cache are too short", err=True)
             if json_file:
                 date = datetime.now().strftime("%Y%m%d-%H%M%S")
                 _write(Path(json_file), {"date": date, "agent": asdict(agent), "turns": figures})

@@ -362,6 +362,22 @@ def test_a_resume_point_that_is_named_again_is_not_the_next_to_be_evicted() -> N
     assert [point.length for point in prefix.resume_points()[-3:]].count(20) == 1
 
 
+def test_a_beginning_in_use_stays_while_other_prompts_fill_the_cache() -> None:
+    """Every fourth prompt begins the same. The others leave several points on the same pages, which must not outlive it."""
+    drive = make(make_layout((64, 16), (None, 32)), num_pages=60, budget=600)
+    hits = []
+    for number in range(12):
+        before = drive.scheduler.counters.prefix_hit_tokens
+        drive.add(make_request(f"hot {number}", [*prompt(200), 1000 + number, *prompt(20, number)], 4, stop=False))
+        drive.run()
+        hits.append(drive.scheduler.counters.prefix_hit_tokens - before)
+        for other in range(3):
+            drive.add(make_request(f"cold {number} {other}", prompt(180, 100 + 3 * number + other), 4, stop=False))
+            drive.run()
+    drive.check_end()
+    assert min(hits[2:]) >= 200
+
+
 # Log-probabilities of the prompt
 
 

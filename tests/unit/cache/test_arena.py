@@ -73,9 +73,14 @@ def test_what_only_resume_points_hold_is_reclaimable() -> None:
     assert (arena.num_free, arena.num_reclaimable) == (1, 0)
     arena.give_back(pages)
     assert (arena.num_free, arena.num_reclaimable) == (1, 1)
-    assert not arena.frees(pages[0])
+    assert not arena.is_last_open(pages[0])
+    arena.cover(pages)
+    assert arena.is_last_open(pages[0])
     arena.drop(pages)
-    assert arena.frees(pages[0])
+    assert arena.is_bare(pages[0])
+    assert arena.drain_bare() == {pages[0]}
+    arena.uncover(pages)
+    assert not arena.is_bare(pages[0])
     arena.share(pages)
     assert arena.num_reclaimable == 0
     arena.give_back(pages)

@@ -1,4 +1,4 @@
-"""Evictions look at a few resume points, however many there are, and choose the same ones as a scan of all points would."""
+"""Evictions look at a few resume points, however many there are, and free the pages that were not used for longest."""
 
 from __future__ import annotations
 
@@ -39,6 +39,14 @@ class Cache:
         else:
             self.arena.give_back(pages)
 
+    def insert_beside(self, point: ResumePoint) -> None:
+        """Insert a point that is one token longer than this one, on the same pages if they have room for it."""
+        tokens = [*memoryview(self.prefix._tree.content_of(point.point_id)).cast("i"), len(self.held)]
+        fresh = [self.arena.take(group.pages_for(len(tokens)) - group.pages_for(point.length)) for group in LAYOUT.groups]
+        tables = [PageTable(table.first, (*table.pages, *new)) for table, new in zip(point.tables, fresh, strict=True)]
+        self.prefix.insert(tokens, len(tokens), PrefixContent(), tables, point.stored_from)
+        self.arena.give_back([page for pages in fresh for page in pages])
+
 
 @pytest.mark.parametrize("num_points", [50, 2000])
 def test_an_eviction_does_not_look_at_all_points(num_points: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,29 +56,33 @@ def test_an_eviction_does_not_look_at_all_points(num_points: int, monkeypatch: p
     for number in range(40):
         cache.insert([10**6 + number, *range(9)])
     num_looks = 0
-    frees = Arena.frees
+    is_last_open = Arena.is_last_open
 
     def count(self: Arena, page: int) -> bool:
         nonlocal num_looks
         num_looks += 1
-        return frees(self, page)
+        return is_last_open(self, page)
 
     cache.prefix.make_room(cache.arena.num_free + 1)  # reads what has changed since the start
-    monkeypatch.setattr(Arena, "frees", count)
+    monkeypatch.setattr(Arena, "is_last_open", count)
     for _ in range(20):
         cache.prefix.make_room(cache.arena.num_free + 1)
     assert num_looks < 20 * 20
     assert cache.prefix.num_resume_points == num_points + 40 - 21
 
 
-def oldest_by_scan(prefix: PrefixCache) -> ResumePoint:
-    """Return the point that a scan of all points evicts next."""
-    points = prefix.resume_points()
-    return next((point for point in points if any(prefix._arena.frees(page) for page in point.pages)), points[0])
+def oldest_by_scan(prefix: PrefixCache) -> int:
+    """Return when the page was last used that a scan of all points and pages frees next."""
+    last_uses: dict[int, int] = {}
+    for point in prefix.resume_points():
+        for page in point.pages:
+            last_uses[page] = max(last_uses.get(page, 0), point.last_use)
+    return min(last_use for page, last_use in last_uses.items() if not prefix._arena.num_references(page)[0])
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_evictions_choose_as_a_scan_does(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No point is evicted that was used later than all holders of some page."""
     chance = random.Random(seed)
     cache = Cache(400)
     remove = PrefixCache._remove
@@ -80,7 +92,7 @@ def test_evictions_choose_as_a_scan_does(seed: int, monkeypatch: pytest.MonkeyPa
     def check(self: PrefixCache, point: ResumePoint) -> None:
         nonlocal num_evicted
         if is_evicting:
-            assert point is oldest_by_scan(self)
+            assert point.last_use <= oldest_by_scan(self)
             num_evicted += 1
         remove(self, point)
 
@@ -88,8 +100,10 @@ def test_evictions_choose_as_a_scan_does(seed: int, monkeypatch: pytest.MonkeyPa
     for _ in range(400):
         move = chance.random()
         points = cache.prefix.resume_points()
-        if move < 0.5 and cache.arena.num_free > 30:
+        if move < 0.4 and cache.arena.num_free > 30:
             cache.insert([chance.randrange(3) for _ in range(chance.randint(1, 12))], hold=chance.random() < 0.4)
+        elif move < 0.5 and points and cache.arena.num_free > 30:
+            cache.insert_beside(chance.choice(points))
         elif move < 0.65 and points:
             cache.prefix.touch(chance.choice(points))
         elif move < 0.8 and points:
@@ -103,14 +117,42 @@ def test_evictions_choose_as_a_scan_does(seed: int, monkeypatch: pytest.MonkeyPa
             cache.prefix.make_room(min(cache.arena.num_pages, cache.arena.num_free + chance.randint(1, 10)))
             is_evicting = False
     assert num_evicted > 20
+    for pages in cache.held:
+        cache.arena.give_back(pages)
+    cache.prefix.make_room(cache.arena.num_pages)
+    assert cache.arena.num_free == cache.arena.num_pages
+    assert not cache.prefix._covered_at
 
 
-def test_candidates_of_removed_points_are_forgotten() -> None:
+def test_points_in_use_outlive_older_ones_on_shared_pages() -> None:
+    """Each of many old prompts has left three points on the same pages. A prompt that is used again and again stays."""
+    cache = Cache(300)
+    for number in range(20):
+        cache.insert([number, *range(9)])
+        for _ in range(2):
+            cache.insert_beside(cache.prefix.resume_points()[-1])
+    cache.insert([99, *range(9)])
+    hot = cache.prefix.resume_points()[-1]
+    for _ in range(20):
+        cache.prefix.make_room(cache.arena.num_free + 1)
+        assert hot in cache.prefix.resume_points()
+        cache.prefix.touch(hot)
+    cache.prefix.make_room(cache.arena.num_pages)
+    assert cache.arena.num_free == cache.arena.num_pages
+
+
+def test_a_covered_point_that_is_used_again_stays() -> None:
     cache = Cache(100)
-    for number in range(500):
-        cache.insert([number, *range(5)])
-        cache.prefix._oldest_that_frees()  # takes it out of the heap
-        for point in cache.prefix.resume_points():
-            cache.prefix._nominate(point)
-        cache.prefix.clear()
-    assert len(cache.prefix._candidates) < 100
+    cache.insert([1, *range(9)])
+    first = cache.prefix.resume_points()[0]
+    cache.insert_beside(first)
+    cache.insert([2, *range(9)])
+    cache.arena.share(first.pages)
+    cache.prefix.make_room(cache.arena.num_free + 1)
+    assert cache.prefix.num_resume_points == 2
+    cache.insert([3, *range(9)])
+    cache.prefix.touch(first)
+    cache.arena.give_back(first.pages)
+    cache.prefix.make_room(cache.arena.num_free + 1)
+    assert first in cache.prefix.resume_points()
+    assert cache.prefix.num_resume_points == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -9,7 +10,7 @@ import pytest
 
 from culet.config import ScheduleConfig
 from culet.errors import ConfigError
-from culet.scheduler.budget import BRISK_SHARE, CPU_MIN_STEP, LEARN_SHARE, MIN_STEP, NUM_SPEEDS, StepBudget
+from culet.scheduler.budget import BRISK_SHARE, CPU_MIN_STEP, LEARN_SHARE, MIN_STEP, NUM_SPEEDS, StepBudget, make_step_budget
 from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.sequence import Sequence
 from culet.types import Drawn, MediaSpan, Request, StepPlan, StepResult
@@ -58,7 +59,14 @@ def request(name: str, first: int, prompt_len: int, max_tokens: int) -> Request:
     return make_request(name, [first, *[7] * (prompt_len - 1)], max_tokens, stop=False)
 
 
-def simulate(budget: int, max_step_ms: int, num_prompts: int = NUM_PROMPTS) -> Simulation:
+def simulate(
+    budget: int,
+    max_step_ms: int,
+    num_prompts: int = NUM_PROMPTS,
+    cost: Callable[[int], float] = cost,
+    num_chats: int = NUM_CHATS,
+    on_cpu: bool = False,
+) -> Simulation:
     """Run chats, and let a long prompt arrive every second."""
     clock = Clock()
     scheduler = Scheduler(
@@ -68,12 +76,13 @@ def simulate(budget: int, max_step_ms: int, num_prompts: int = NUM_PROMPTS) -> S
         max_model_len=20_000,
         prefix_caching=False,
         clock=clock,
+        on_cpu=on_cpu,
     )
-    for number in range(NUM_CHATS):
+    for number in range(num_chats):
         scheduler.add(request(f"chat {number}", number, 100, 10_000))
-    while scheduler.stats().counters.step_tokens < NUM_CHATS * 101:  # until all chats decode
+    while scheduler.stats().counters.step_tokens < num_chats * 101:  # until all chats decode
         scheduler.apply(answer(scheduler.schedule()))  # type: ignore[arg-type]
-        clock.now += cost(NUM_CHATS)
+        clock.now += cost(num_chats)
     scheduler.deltas()
     begin, before, last, gaps, firsts, arrived = clock.now, scheduler.stats().counters.step_tokens, {}, [], {}, 0
     while len(firsts) < num_prompts:
@@ -101,6 +110,44 @@ def test_chats_do_not_stop_while_long_prompts_arrive() -> None:
     assert fixed.percentile(0.99) > 0.7
     assert followed.percentile(0.99) <= 0.120
     assert followed.throughput >= 0.95 * fixed.throughput
+
+
+def test_prompts_advance_beside_chats_where_every_step_is_slow() -> None:
+    """A large model on a CPU: half a second to read the weights, and 4 ms per token. Chats get at most half as fast."""
+
+    def slow(num_tokens: int) -> float:
+        return 0.5 + 0.004 * num_tokens
+
+    whole = simulate(1024, 0, 1, slow, 4, on_cpu=True)
+    followed = simulate(1024, 100, 1, slow, 4, on_cpu=True)
+    assert followed.first_tokens[0] < 3 * whole.first_tokens[0]
+    assert followed.percentile(0.99) < 2 * slow(4)
+
+
+def test_steps_may_take_twice_as_long_as_decoding_only_on_a_cpu() -> None:
+    budget = make_step_budget(ScheduleConfig(8, 1024, max_step_ms=100), on_cpu=True)
+    for _ in range(9):
+        budget.took(4, 0.5, 0)
+        budget.took(64, 1.0, 60)
+    assert budget._num_tokens == 64
+    on_gpu = make_step_budget(ScheduleConfig(8, 8192, max_step_ms=100), on_cpu=False)
+    for _ in range(9):
+        on_gpu.took(4, 0.5, 0)
+        on_gpu.took(1024, 1.0, 1020)
+    assert on_gpu._num_tokens == MIN_STEP
+
+
+def test_steps_are_short_again_when_decoding_is_no_longer_slow() -> None:
+    """The machine was busy with something else for a while. No step without a chunk follows."""
+    budget = make_step_budget(ScheduleConfig(8, 1024, max_step_ms=100), on_cpu=True)
+    for _ in range(NUM_SPEEDS):
+        budget.took(16, 1.0, 12)
+    seconds = 0.0
+    for _ in range(4 * NUM_SPEEDS):
+        num_tokens = int(budget._num_tokens)
+        seconds = 0.01 + 0.001 * num_tokens
+        budget.took(num_tokens, seconds, num_tokens - 4)
+    assert seconds == pytest.approx(0.1, rel=0.1)
 
 
 def test_without_running_answers_chunks_are_as_long_as_the_budget() -> None:
