@@ -364,10 +364,9 @@ class ProcessWorker:
         first = (ended or self._ranks)[0]
         code, whose = first.process.returncode, f"rank {first.index}'s " if len(self._ranks) > 1 else ""
         was_killed = ended and code == -signal.SIGKILL
-        return WorkerDied(
-            f"{whose}worker process {first.process.pid} exited unexpectedly with exit code {code}",
-            hint="it was killed, perhaps because the machine ran out of memory (see `dmesg`)" if was_killed else "check its log",
-        )
+        killed = "it was killed, perhaps because the machine ran out of memory (see `dmesg`)"
+        problem = f"{whose}worker process {first.process.pid} exited unexpectedly with exit code {code}"
+        return WorkerDied(problem, hint=killed if was_killed else "check its log")
 
 
 class _RemoteStep:

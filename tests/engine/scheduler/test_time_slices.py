@@ -28,7 +28,7 @@ class Batch:
 
 
 def run_batch(num_pages: int, *, count: int = 8, prompt_len: int = 20, max_tokens: int = 300) -> Batch:
-    config = ScheduleConfig(count, 64)
+    config = ScheduleConfig(count, 512)
     scheduler = Scheduler(WIDE, num_pages, config, max_model_len=1000, prefix_caching=False)
     for number in range(count):
         scheduler.add(make_request(f"r{number}", [number, *[7] * (prompt_len - 1)], max_tokens, stop=False))
