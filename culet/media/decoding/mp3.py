@@ -1,7 +1,7 @@
 """Find MP3 files whose length is unknown, so that all of their samples are read.
 
-libsndfile takes the length of an MP3 from a header in its first frame. Without one, it divides the size of the file by the bitrate
-of that frame, and reads no further. Where bitrates differ, most of a recording may be missing then.
+libsndfile takes the length of an MP3 from a header in its first frame. Without one, it divides the size of the file by the
+bitrate of that frame, and reads no further. Where bitrates differ, most of a recording may be missing then.
 """
 
 from __future__ import annotations
