@@ -14,6 +14,7 @@ import soundfile
 
 from culet.errors import BadRequest
 from culet.media.decoding.audio import decode_audio, mel_features, sample_frames, split_samples, to_rate
+from culet.media.decoding.mp3 import with_unknown_length
 from culet.media.decoding.refusal import Refusal
 from culet.media.items import MediaKind
 from culet.media.reader import MediaReader
@@ -122,6 +123,44 @@ def test_an_mp3_that_ends_before_its_header_says():
         there = file.read(dtype="float32")
     assert 20 * 16_000 < there.size < 25 * 16_000
     assert np.array_equal(decode_audio(cut, 60.0), there)
+
+
+def mp3(samples: np.ndarray, bitrate: int, rate: int = 16_000, layout: str = "mono") -> bytes:
+    """Return an MP3 without a header that says how long it is."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp3", options={"write_xing": "0", "id3v2_version": "0"}) as container:
+        stream = container.add_stream("libmp3lame", rate=rate, layout=layout)
+        stream.bit_rate = bitrate
+        planes = np.repeat(samples[None], len(stream.layout.channels), axis=0)
+        frame = av.AudioFrame.from_ndarray(planes, format="fltp", layout=layout)
+        frame.rate = rate
+        for packet in [*stream.encode(frame), *stream.encode()]:
+            container.mux(packet)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("layout", ["mono", "stereo"])
+@pytest.mark.parametrize(("rate", "bitrates"), [(48_000, (64_000, 320_000)), (16_000, (24_000, 160_000))])
+def test_an_mp3_whose_bitrate_changes_is_read_to_its_end(rate, bitrates, layout):
+    """libsndfile guesses its length from the first bitrate, and would read a fraction or make up the rest."""
+    samples = sound(2 * rate)
+    low, high = (mp3(samples, bitrate, rate, layout) for bitrate in bitrates)
+    tag = b"ID3\x04\0\0\0\0\x01\x00" + bytes(128)
+    for data in (high + low, low + high, tag + high + low):
+        decoded = decode_audio(data, 60.0)
+        assert abs(decoded.size - 64_000) < 5000
+        assert np.abs(decoded[-16_000:-2000]).mean() > 0.2
+        with pytest.raises(Refusal, match="longer than 3 s"):
+            decode_audio(data, 3.0)
+    with soundfile.SoundFile(io.BytesIO(low)) as file:  # nothing else changes
+        assert np.array_equal(decode_audio(low, 60.0), to_rate(file.read(dtype="float32", always_2d=True).mean(axis=1), rate))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"ID3", b"ID3\x04\0\0\x7f\x7f\x7f\x7f", b"\xff\xfb", b"\xff\xfb\xf0\xff", b"\xff\xfb\x90\x64"]
+)
+def test_what_is_no_mp3_stays_as_it_is(data):
+    assert with_unknown_length(data) == data
 
 
 def test_a_flac_of_unknown_length():

@@ -7,6 +7,7 @@ import io
 import json
 import platform
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import av
@@ -91,6 +92,23 @@ def test_limits_of_videos():
     ):
         with pytest.raises(Refusal, match=problem):
             decode_video(clip(25), 8, limits, np.array)
+
+
+def test_a_frame_that_is_larger_than_the_file_says_is_not_decoded():
+    """A stream may change its size between two frames. The decoder refuses it, before it takes memory for the pixels."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="matroska") as container:
+        stream = None
+        for index, side in enumerate((64, 128)):
+            with av.open(io.BytesIO(clip(1, size=(side, side), form="matroska", codec="libvpx"))) as source:
+                stream = stream or container.add_stream_from_template(source.streams.video[0])
+                packet = av.Packet(bytes(next(source.demux(video=0))))
+            packet.stream, packet.pts, packet.dts, packet.is_keyframe = stream, 100 * index, 100 * index, True
+            container.mux(packet)
+    frames, _ = decode_video(buffer.getvalue(), 32, replace(MediaLimits(), max_video_side=128), np.array)
+    assert [frame.shape[0] for frame in frames] == [64, 128]
+    with pytest.raises(Refusal, match="damaged"):
+        decode_video(buffer.getvalue(), 32, replace(MediaLimits(), max_video_side=100), np.array)
 
 
 def test_what_to_install(reader: MediaReader, monkeypatch: pytest.MonkeyPatch):

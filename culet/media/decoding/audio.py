@@ -12,6 +12,7 @@ import numpy as np
 
 from culet.media.decoding.containers import FORMATS as CONTAINERS
 from culet.media.decoding.containers import is_container, open_container
+from culet.media.decoding.mp3 import with_unknown_length
 from culet.media.decoding.refusal import Refusal
 from culet.media.spec import MAX_MEL_SAMPLES, MIN_MEL_SAMPLES, SAMPLE_RATE, SAMPLES_PER_TOKEN, num_mel_frames
 
@@ -24,7 +25,7 @@ MAX_PEAK = 100.0  # samples lie in [-1, 1], and files of floats may exceed it a 
 _MAX_CHANNELS = 8
 _MIN_RATE, _MAX_RATE = 4_000, 384_000
 _BLOCK_S = 10
-_UNKNOWN_LEN = 1 << 62  # libsndfile gives the largest number there is if a file does not say how long it is
+_UNKNOWN_LEN = 1 << 33  # of more samples, libsndfile means that a file does not say how many it has
 _FRAME_LEN, _HOP, _FFT_LEN = 320, 160, 512
 _NUM_MELS, _MAX_HZ, _FLOOR = 128, 8000.0, 1e-3
 
@@ -34,7 +35,8 @@ def decode_audio(data: bytes, max_seconds: float) -> Array:
     if is_container(data):
         samples, rate = _read_track(data, max_seconds)
         return to_rate(check_samples(samples), rate)
-    if _sniff(data) is None:
+    form = _sniff(data)
+    if form is None:
         raise Refusal(f"this is not audio that can be read, expected {', '.join((*FORMATS, *CONTAINERS))}")
     try:
         import soundfile
@@ -49,7 +51,7 @@ def decode_audio(data: bytes, max_seconds: float) -> Array:
             return False
 
     try:
-        with Stream(io.BytesIO(data)) as file:
+        with Stream(io.BytesIO(with_unknown_length(data) if form == "MP3" else data)) as file:
             if file.format not in ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG"):
                 raise Refusal(f"this is not audio that can be read, expected {', '.join(FORMATS)}")
             num_frames = file.frames if file.frames < _UNKNOWN_LEN else 0
