@@ -366,7 +366,9 @@ class ProcessWorker:
         was_killed = ended and code == -signal.SIGKILL
         return WorkerDied(
             f"{whose}worker process {first.process.pid} exited unexpectedly with exit code {code}",
-            hint="it was killed, perhaps because the machine ran out of memory (see `dmesg`)" if was_killed else "check its log",
+            hint="it was killed, perhaps because the machine ran out of memory (see `dmesg`)"
+            if was_killed
+            else "check its log",
         )
 
 
