@@ -12,7 +12,7 @@ from culet.layers.weight.weights import Weights
 from culet.models.gemma4 import Gemma4
 from culet.models.random_checkpoint import RandomDraw
 from culet.models.spec import ModelSpec
-from culet.parallel.progress import got_on
+from culet.parallel.progress import mark_progress
 
 WEIGHT_STD = 0.02
 NARROW_BOUND = 1e-3
@@ -50,7 +50,7 @@ def fill_randomly(placements: Mapping[str, Placement], draw: RandomDraw, device:
     """Draw the tensors of a model, a drafter or towers."""
     generator = torch.Generator(device=device)
     for name, placement in placements.items():
-        got_on()
+        mark_progress()
         if name[-4:] in _BOUNDS:
             placement.fill(torch.full(placement.shape, _BOUNDS[name[-4:]], device=device))
             continue

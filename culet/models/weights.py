@@ -33,7 +33,7 @@ from culet.models.read_ahead import plan_reads, run_reads
 from culet.models.spec import ModelSpec
 from culet.models.weight_files import StoredTensor, listed, read_headers, shown
 from culet.parallel.group import RankGroup
-from culet.parallel.progress import got_on
+from culet.parallel.progress import mark_progress
 from culet.parallel.rank import ONLY_RANK
 
 AUTO = "auto"  # keep the precision of the checkpoint
@@ -237,7 +237,7 @@ def _fill(
     with progress_bar(words, sum(read.num_bytes for read in reads), progress) as advance:
         for read in run_reads(reads, device):
             advance(read.num_bytes)
-            got_on()
+            mark_progress()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """The part of the start that is under way, and how often the start has got on."""
+    """The part of the start that is under way, and how often it has made progress."""
 
     part: str = "the beginning"
     num_marks: int = 0
@@ -25,8 +25,8 @@ def begin(part: str) -> None:
     _now = Progress(part, _now.num_marks + 1)
 
 
-def got_on() -> None:
-    """Note that the part got on, for example that another tensor was read."""
+def mark_progress() -> None:
+    """Note that the part makes progress, for example that another tensor was read."""
     global _now
     _now = _now._replace(num_marks=_now.num_marks + 1)
 

@@ -196,7 +196,7 @@ class ProcessWorker:
         """Start the processes. Wait until `builder` ("module:function") has built a Runner in each.
 
         A process counts as dead if it sends no sign of life for `limit_s` while it builds, or takes longer for a step. The
-        start also fails if no process gets on with its build for `build_limit_s`.
+        start also fails if no process makes progress for `build_limit_s`.
 
         The arguments are plain data (numbers, strings, lists and dicts). With several ranks, `builder` also gets `rank_index`,
         and `meeting_file`, the path at which ranks find each other.
@@ -290,7 +290,7 @@ class ProcessWorker:
         """
         for rank in self._ranks:
             rank.silent_s = 0.0
-        stuck_s = 0.0  # how long no rank has got on with its build
+        stuck_s = 0.0  # how long no rank has made progress
         while waiting := [rank for rank in self._ranks if not rank.reports]:
             began, progress = time.monotonic(), [rank.progress for rank in self._ranks]
             for rank in waiting:
@@ -338,7 +338,7 @@ class ProcessWorker:
     def _describe_stuck(self, waiting: Sequence[_RankProcess]) -> str:
         """Say where each rank is. Several ranks wait for each other, so only a user can tell which one hangs."""
         places = ", ".join(f"rank {rank.index} is at: {rank.progress.part}" for rank in waiting)
-        return f"no rank has got on with its start for {self._build_limit_s:g} s ({places})"
+        return f"no rank has made progress with its start for {self._build_limit_s:g} s ({places})"
 
     def _death(self, reason: str = "", hint: str = "check its log") -> WorkerDied:
         """End the processes, and return the error that says which one ended first, or else `reason`.

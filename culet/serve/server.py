@@ -26,7 +26,7 @@ from typing import Any
 import uvicorn
 
 from culet.config import Config, ServeConfig
-from culet.errors import CuletError, WorkerDied
+from culet.errors import CuletError, InternalError, WorkerDied
 from culet.log import logger, queue_stderr
 from culet.serve.app import create_app
 from culet.serve.http.connection import make_protocol
@@ -134,7 +134,7 @@ class Server:
         try:
             await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done() and not serving.done():
-                starting.result()
+                _check_start(starting)
                 on_ready(self)
             await serving
         finally:
@@ -194,6 +194,14 @@ class Server:
             logger.warning("%d requests did not finish in time", engines.num_in_flight)
             engines.fail_all(_shutting_down())
         self._uvicorn.should_exit = True
+
+
+def _check_start(starting: asyncio.Task[None]) -> None:
+    """Raise the error of a start that failed. A process that died once is no reason for a supervisor not to try again."""
+    try:
+        starting.result()
+    except WorkerDied as error:
+        raise InternalError(error.message, hint=error.hint) from None
 
 
 def _shutting_down() -> WorkerDied:

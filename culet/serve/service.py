@@ -108,7 +108,7 @@ class Service:
         self.config, self.settings = config, settings
         self.limits: Limits = read_limits(settings.limits)
         self.intake = Intake(self.limits.bodies_mb << 20)
-        names = (settings.served_model_name or _public_name(config.model.model)).split(",")
+        names = (settings.served_model_name or public_name(config.model.model)).split(",")
         self.names = [name.strip() for name in names if name.strip()]
         keys = settings.api_key if settings.api_key is not None else env.API_KEY.get()
         self.keys = KeyRing(keys, settings.api_key_file)
@@ -352,7 +352,7 @@ class Service:
         self._ends.append(time.monotonic())
 
 
-def _public_name(model: str) -> str:
+def public_name(model: str) -> str:
     """Return the model's name for clients. For a local path it is the last part, so that the path stays private."""
     path = Path(model).expanduser()
     return path.resolve().name if model and path.is_dir() else model

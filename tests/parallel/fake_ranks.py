@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from culet.errors import ConfigError
-from culet.parallel.progress import begin, got_on
+from culet.parallel.progress import begin, mark_progress
 from culet.types import Drawn, StepPlan, StepResult
 
 
@@ -67,7 +67,7 @@ def build_in_parts(folder: str, rank_index: int, meeting_file: str, build_s: flo
     while time.monotonic() < deadline:
         time.sleep(0.2)
         if rank_index == 1:
-            got_on()
+            mark_progress()
     return build(folder, rank_index, meeting_file)
 
 

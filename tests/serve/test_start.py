@@ -102,6 +102,15 @@ def test_a_port_in_use(folder: Path) -> None:
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
 
 
+def test_an_engine_that_is_killed_while_it_starts(folder: Path) -> None:
+    """It has not died too often, so the exit code lets a supervisor try again."""
+    with Running(folder, config={"device": "cpu"}, wait=False) as server:
+        wait_for(server.engine_ids, what="the engine")
+        os.kill(server.engine_id(), signal.SIGKILL)
+        assert server.wait(120) == 3
+        assert "the engine process has ended" in server.log()
+
+
 def test_errors_of_the_engine_are_reported_by_the_server(folder: Path) -> None:
     done = culet_serve(str(folder), "--port", str(free_port()), "--max-model-len", "9999999", "--device", "cpu")
     assert done.returncode == 2

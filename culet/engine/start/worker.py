@@ -89,7 +89,7 @@ def build_elsewhere(setup: Setup, make_worker: MakeWorker, times: StartTimes) ->
 def build_ranks(setup: Setup, times: StartTimes, limit_s: float) -> BuiltWorker:
     """Start a process for each rank. On a GPU, the ranks measure how much KV cache fits, and the smallest counts.
 
-    A rank that sends nothing for `limit_s` counts as dead. Ranks that do not get on have at least `BUILD_LIMIT_S`.
+    A rank that sends nothing for `limit_s` counts as dead. Ranks that make no progress have at least `BUILD_LIMIT_S`.
     """
     with times.part("ranks"):
         given = {"settings": given_settings(setup.config), "num_slabs": _planned_slabs(setup)}

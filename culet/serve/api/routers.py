@@ -10,7 +10,7 @@ from starlette.responses import Response
 from culet import __version__
 from culet.serve.api.endpoint import Endpoint, json_response
 from culet.serve.process.wire import Stats
-from culet.serve.service import Service
+from culet.serve.service import Service, public_name
 
 
 async def server_info(service: Service, request: Request) -> Response:
@@ -52,11 +52,11 @@ async def get_load(service: Service, request: Request) -> Response:
 
 
 def _model(service: Service) -> dict[str, Any]:
-    name = service.names[0]
+    model = public_name(service.config.model.model)  # routers may fetch its tokenizer from the Hub
     return {
-        "model_path": name,
-        "tokenizer_path": name,
-        "served_model_name": name,
+        "model_path": model,
+        "tokenizer_path": model,
+        "served_model_name": service.names[0],
         "is_generation": True,
         "model_type": "gemma4",
         "vocab_size": service.checkpoint.spec.vocab_size,

@@ -147,7 +147,7 @@ def test_an_engine_that_hangs_gets_no_new_requests(scripted: Callable[..., Runni
     """The watchdog waits for minutes. Until then, another engine answers, even if it has more to do."""
     body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 10, "ignore_eos": True}
     with scripted(step_s=0.02, settings={"data_parallel_size": 2}) as server, ThreadPoolExecutor(3) as pool:
-        long = [pool.submit(server.http.post, "/v1/completions", json={**body, "max_tokens": 900}) for _ in range(3)]
+        long = [pool.submit(server.http.post, "/v1/completions", json={**body, "max_tokens": 600}) for _ in range(3)]
         wait_for(lambda: server.stats()["requests"]["in_flight"] == 3, what="the requests")
         loads = [engine["in_flight"] for engine in server.stats()["engines"]]
         rank = loads.index(1)
@@ -163,7 +163,7 @@ def test_an_engine_that_hangs_gets_no_new_requests(scripted: Callable[..., Runni
         server.check_well()
 
 
-def test_routers_learn_about_the_server(pair: Running, tiny: Running) -> None:
+def test_routers_learn_about_the_server(pair: Running, tiny: Running, folder: Path) -> None:
     for server, size in ((pair, 2), (tiny, 1)):
         info = server.http.get("/server_info").json()
         assert (info["dp_size"], info["served_model_name"], info["context_length"]) == (size, "gemma", 2048)
@@ -171,7 +171,9 @@ def test_routers_learn_about_the_server(pair: Running, tiny: Running) -> None:
         # All groups share the pages, so fewer tokens fit than if global layers had all of them.
         num_pages = server.stats()["engine"]["num_pages"]
         assert 2048 <= info["max_total_num_tokens"] < num_pages * info["page_size"]
-        assert server.http.get("/model_info").json()["is_generation"] is True
+        model = server.http.get("/model_info").json()
+        assert model["is_generation"] is True
+        assert (model["model_path"], model["served_model_name"]) == (folder.name, "gemma")  # without the rest of its path
         loads = server.http.get("/get_load").json()
         assert [load["dp_rank"] for load in loads] == list(range(size))
         assert all(load["num_reqs"] == load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
