@@ -9,7 +9,7 @@ process. Results come back in the order of the plans, and a plan may be sent bef
 
 Ranks live and die together. If one dies, hangs, or fails in a step, the others wait for it in a reduction, so all are ended.
 A process that builds its Runner sends a sign of life every second, because there is no limit on how long a build may take. The
-signs say how far it has come. If no process gets on any more, one of them hangs.
+signs say how far it has come. If none makes progress any more, one of them hangs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from culet.parallel.progress import Progress
 from culet.types import StepPlan, StepResult
 
 STOP_LIMIT_S = 5.0  # time for the processes to end by themselves
-BUILD_LIMIT_S = 600.0  # in which some process gets on with its build
+BUILD_LIMIT_S = 600.0  # in which some process must make progress
 SIGN_PERIOD_S = 1.0  # between signs of life
 _EXIT_LIMIT_S = 0.5  # time for a rank that closed its connection to be seen to have ended
 

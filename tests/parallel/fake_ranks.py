@@ -61,7 +61,7 @@ def build_slowly(folder: str, rank_index: int, meeting_file: str, build_s: float
 
 
 def build_in_parts(folder: str, rank_index: int, meeting_file: str, build_s: float) -> FakeRank:
-    """Let the last rank get on. The other one waits for it."""
+    """Let the last rank make progress. The other one waits for it."""
     begin("the meeting")
     deadline = time.monotonic() + build_s
     while time.monotonic() < deadline:

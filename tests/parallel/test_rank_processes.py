@@ -122,7 +122,7 @@ def test_a_rank_that_hangs_at_start(tmp_path: Path) -> None:
         ProcessWorker("tests.parallel.fake_ranks:hang", num_ranks=2, limit_s=LIMIT_S, folder=str(tmp_path))
 
 
-def test_a_rank_that_lives_but_does_not_get_on(tmp_path: Path) -> None:
+def test_a_rank_that_lives_but_makes_no_progress(tmp_path: Path) -> None:
     """Its signs of life come from a thread of their own."""
     with pytest.raises(WorkerDied) as caught:
         ProcessWorker("tests.parallel.fake_ranks:wait", num_ranks=2, build_limit_s=2.0, folder=str(tmp_path))
@@ -131,7 +131,7 @@ def test_a_rank_that_lives_but_does_not_get_on(tmp_path: Path) -> None:
     assert "step_s" in str(caught.value.hint)
 
 
-def test_ranks_that_get_on_may_take_long(tmp_path: Path) -> None:
+def test_ranks_that_make_progress_may_take_long(tmp_path: Path) -> None:
     """It is enough if one of them does, because others wait for it."""
     worker = ProcessWorker(
         "tests.parallel.fake_ranks:build_in_parts", num_ranks=2, build_limit_s=4.0, folder=str(tmp_path), build_s=7.0
