@@ -4,8 +4,8 @@
     python benchmarks/drafting/echoed_text.py --choice '{"method": "mtp", "model": "random:", "suffix": true}'
 
 Chats that ask to repeat a sentence give echoed text. They continue past the end of the answer (`ignore_eos`). Questions that
-are answered at temperature 1 with fixed seeds give other text. Both engines take turns, chat by chat, so that other load on the
-machine affects both. The answers are compared. `own` counts only the time that this process ran.
+are answered at temperature 1 with fixed seeds give other text. Both engines take turns, a few steps each, so that other load on
+the machine affects both. The answers are compared. `own` counts only the time that this process ran.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import operator
 from statistics import median
 from typing import Any
 
-from mixed_drafts import Speed, read_chats
+from mixed_drafts import Engine, Speed, answer_in_turns, read_chats
 from refused_drafts import engine_settings, share_weights
 
 from culet import LLM, SamplingParams
@@ -37,15 +37,14 @@ def echoed_prompts(llm: LLM) -> list[list[int]]:
     return [encode(render([{"role": "user", "content": f"Repeat this text: {text}"}])) for text in SENTENCES]
 
 
-def compare(plain: LLM, drafting: LLM, texts: Text, size: int) -> tuple[float, float]:
+def compare(plain: Engine, drafting: Engine, texts: Text, size: int) -> tuple[float, float]:
     """Return the speed of the drafting engine relative to the plain one, by the clock and by the time this process ran."""
     prompts, params = texts
-    speeds = {"plain": Speed(), "drafting": Speed()}
+    pair = [(plain, Speed()), (drafting, Speed())]
     for index in range(0, len(prompts), size):
-        pair = [("plain", plain), ("drafting", drafting)]
-        for name, llm in pair if index // size % 2 else pair[::-1]:
-            speeds[name].run(llm, prompts[index : index + size], params[index])
-    return speeds["drafting"].over(speeds["plain"])
+        order = pair if index // size % 2 else pair[::-1]
+        answer_in_turns(order, prompts[index : index + size], params[index])
+    return pair[1][1].over(pair[0][1])
 
 
 def main() -> None:
@@ -74,10 +73,11 @@ def main() -> None:
         print({"text": name, "equal answers": num_equal, "of": count}, flush=True)
         # On a GPU, products of several tokens round differently, which decides between tokens that are equally likely.
         assert num_equal == count or plain.engine.device.type == "cuda", "drafting has changed an answer"
+    engines = Engine(plain), Engine(drafting)
     for size in options.num_seqs:
         for name, text in texts.items():
             before = drafting.engine.stats().counters
-            ratios = [compare(plain, drafting, text, size) for _ in range(options.runs)]
+            ratios = [compare(*engines, text, size) for _ in range(options.runs)]
             counters = drafting.engine.stats().counters.since(before)
             clock, own = (round(median(values), 3) for values in zip(*ratios, strict=True))
             result = {"num_seqs": size, "text": name, "ratio": clock, "own": own}

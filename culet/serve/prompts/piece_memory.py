@@ -39,7 +39,9 @@ class PieceMemory:
         """
         token_ids: list[int] = []
         for begin, end in pairwise([0, *cuts, len(text)]):
-            for piece in _split(text[begin:end], self._tokenizer.borders(text[begin:end])):
+            part = text[begin:end]
+            borders = self._tokenizer.borders(part) if len(part) > PIECE_CHARS else ()
+            for piece in _split(part, borders):
                 token_ids += self._encode_piece(piece, salt)
         return token_ids
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +120,16 @@ def test_echoed_text_takes_few_steps(folder: str, plain: LLM) -> None:
     before = llm.engine.stats().counters
     assert llm.generate([ECHO], params)[0].token_ids == wanted
     assert llm.engine.stats().counters.since(before).steps < 70
+
+
+def test_the_benchmark_compares_two_engines(folder: str, plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks" / "drafting"))
+    echoed_text = importlib.import_module("echoed_text")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    engines = [echoed_text.Engine(llm) for llm in (plain, make(folder, CHOICES["alone"]))]
+    clock, own = echoed_text.compare(*engines, ([ECHO, ECHO[:9], ECHO[:7]], [params] * 3), 2)
+    assert clock > 0
+    assert own > 0
 
 
 def test_new_text_costs_no_verify(folder: str) -> None:
