@@ -67,7 +67,8 @@ def _local_folder(model: str, revision: str | None) -> Path | None:
         if revision is not None:
             raise ConfigError(f"revision: got {revision!r}, but {model} is a local folder", hint="omit the revision")
         if not (path / CONFIG_FILE).is_file():
-            hint = f"pass the folder with {CONFIG_FILE} and the .safetensors files"
+            blocks = sorted(path.glob(f"*{GGUF_SUFFIX}"))
+            hint = f"pass the file {blocks[0]}" if blocks else f"pass the folder with {CONFIG_FILE} and the .safetensors files"
             raise CheckpointError(f"{model}: the folder has no {CONFIG_FILE}", hint=hint)
         return path
     if path is not None and path.suffix == GGUF_SUFFIX:
@@ -110,7 +111,7 @@ def _download(model: str, revision: str | None, only: tuple[str, ...] = _FILES) 
         # The network fails in many ways, each with its own exception. None of them is worth a traceback.
         raise CheckpointError(f"{model}: the download from the Hub failed: {_first_line(error)}") from error
     if not (Path(folder) / CONFIG_FILE).is_file():
-        hint = "it is not a model, or only part of it was downloaded"
+        hint = "it is not a model, or only part of it was downloaded; download a GGUF file yourself, and pass its path"
         raise CheckpointError(f"{model}: the copy from the Hub has no {CONFIG_FILE}", hint=hint)
     return Path(folder)
 

@@ -6,14 +6,16 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 
-from culet.layers.weight.quantised.block_types import SCALE_OFFSETS
-from culet.layers.weight.quantised.gguf import scales_of
+from culet.layers.weight.quantised.block_types import BLOCK_SIZES, SCALE_OFFSETS
 from culet.models.weight_files import StoredTensor
 
 _NUM_THREADS = 8
 _PART_BYTES = 16 << 20
+_BLOCKS_AT_ONCE = 1 << 20
+_EXPONENT = 0x7C  # in the second byte of a float16; all of them are set in NaN and infinity
 
 
 def find_not_finite(tensors: Iterable[StoredTensor], divisors: frozenset[str] = frozenset()) -> list[str]:
@@ -28,16 +30,26 @@ def find_not_finite(tensors: Iterable[StoredTensor], divisors: frozenset[str] = 
 
 
 def _is_finite(tensor: StoredTensor, is_divisor: bool) -> bool:
+    if tensor.dtype in SCALE_OFFSETS:
+        return _has_finite_scales(tensor)
     for region in _parts(tensor):
         value = tensor.read_region(region)
-        if tensor.dtype in SCALE_OFFSETS:
-            value = scales_of(value, tensor.dtype)
-        elif not value.is_floating_point():
+        if not value.is_floating_point():
             continue
         value = value.float()
         if not bool(torch.isfinite(value).all()) or (is_divisor and not bool(torch.isfinite(value.reciprocal()).all())):
             return False
     return True
+
+
+def _has_finite_scales(tensor: StoredTensor) -> bool:
+    """Return whether the float16 scales of GGUF blocks are finite. The bits of the exponent, in the second byte, tell."""
+    size = BLOCK_SIZES[tensor.dtype][1]
+    shape = tensor.num_bytes // size, size
+    blocks = np.memmap(tensor.file, dtype=np.uint8, mode="r", offset=tensor.offset, shape=shape)
+    second = blocks[:, SCALE_OFFSETS[tensor.dtype] + 1]
+    parts = (second[start : start + _BLOCKS_AT_ONCE] for start in range(0, len(second), _BLOCKS_AT_ONCE))
+    return not any(bool(((part & _EXPONENT) == _EXPONENT).any()) for part in parts)
 
 
 def _parts(tensor: StoredTensor) -> Iterator[tuple[slice, ...]]:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from culet.errors import CheckpointError
 from tests.models.formats.comparing import assert_same_model, assert_same_values, load
@@ -98,6 +100,17 @@ def test_the_most_exact_target_counts(target: str, tmp_path: Path) -> None:
 
     config = ct_config((["Linear"], int4, "pack-quantized"), ([target], int8, "pack-quantized"))
     pair = write_pair(tmp_path, "31B", quantise, config)
+    assert assert_same_values(load(pair.folder), load(pair.twin)) >= 4 * 6
+
+
+def test_early_nvfp4_files(tmp_path: Path) -> None:
+    """They have another name for the experts, and files with fp4 activations have scales for those."""
+    config = ct_config((["Linear"], NVFP4, "nvfp4-pack-quantized"))
+    pair = write_pair(tmp_path, "26B-A4B", compressed(NVFP4, "nvfp4-pack-quantized"), config)
+    file = pair.folder / "model.safetensors"
+    stored = {name.replace(".experts.", ".moe.experts."): tensor for name, tensor in load_file(file).items()}
+    modules = [name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")]
+    save_file(stored | {f"{module}.input_global_scale": torch.ones(1) for module in modules}, file)
     assert assert_same_values(load(pair.folder), load(pair.twin)) >= 4 * 6
 
 

@@ -19,8 +19,9 @@ from culet.models.checkpoint import open_checkpoint
 from culet.models.quantised.gguf_file import read_gguf
 from culet.models.quantised.part_bytes import part_bytes
 from culet.models.weight_files import read_headers
+from culet.models.weights import load_model
 from culet.text.tokenizer import Tokenizer
-from tests.models.formats.comparing import assert_same_values, load, logits_of
+from tests.models.formats.comparing import assert_same_values, dequantised, load, logits_of
 from tests.models.formats.writing import PREFIX, plain_tensors, write_folder
 
 RENAMED = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
@@ -156,6 +157,33 @@ def test_the_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(weight_files, "read_gguf", lambda file: calls.append(file) or read_gguf(file))
     load(path)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_scales_keep_their_bits_in_bfloat16(kind: str, tmp_path: Path) -> None:
+    """The scales of the file are float16, which bfloat16 cannot hold."""
+    path, twin = write_gguf(tmp_path, "26B-A4B", kind)
+    checkpoint = open_checkpoint(str(path))
+    model = load_model(checkpoint, dtype=torch.bfloat16, device=torch.device("cpu"), progress=False)
+    experts, plain = model._layers[0].experts.stack, load(twin)._layers[0].experts.stack
+    assert torch.equal(dequantised(experts.gate_up), plain.gate_up)
+    assert torch.equal(dequantised(experts.down), plain.down)
+
+
+def test_another_version_reads_the_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a version derived from the file may be wrong or incomplete for the next one."""
+    path, _ = write_gguf(tmp_path, "31B", "Q4_0")
+    folder = open_checkpoint(str(path)).folder
+    assert open_checkpoint(str(path)).folder == folder
+    monkeypatch.setattr("culet.models.quantised.gguf_folder.__version__", "99.0")
+    assert open_checkpoint(str(path)).folder != folder
+
+
+def test_a_folder_with_only_a_gguf_file(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match="has no config") as caught:
+        open_checkpoint(str(tmp_path))
+    assert f"pass the file {tmp_path / 'model.gguf'}" in caught.value.hint
 
 
 def test_large_tables_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

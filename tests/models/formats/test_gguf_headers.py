@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,13 @@ def test_scales_that_are_not_finite(value: bytes, good: Path, tmp_path: Path) ->
     with pytest.raises(CheckpointError) as caught:
         load(bad)
     assert f"{bad}: 1 tensor (model.layers.0.mlp.up_proj.weight) with scales that are NaN" in caught.value.message
+
+
+def test_scales_of_q6_k(tmp_path: Path) -> None:
+    """They are at the end of a block."""
+    path, _ = write_gguf(tmp_path, "31B", "Q4_0", tables="Q6_K")
+    name, tensor = next((name, each) for name, each in read_gguf(path).tensors.items() if each.kind == "Q6_K")
+    at = tensor.offset + 210 * 3 + 208
+    bad = changed(path, tmp_path / "bad.gguf", lambda data: data[:at] + b"\xff\x7f" + data[at + 2 :])
+    with pytest.raises(CheckpointError, match=f"1 tensor \\({re.escape(name)}\\) with scales that are NaN"):
+        load(bad)

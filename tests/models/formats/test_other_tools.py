@@ -49,6 +49,17 @@ def test_modelopt(algorithm: str, quantise: Any, tmp_path: Path) -> None:
     assert assert_same_model(pair.folder, pair.twin) >= 2 * 6
 
 
+def test_modelopt_ignore_lists() -> None:
+    """Stars stand for anything, and a name also for what is below it."""
+    ignore = ["lm_head", "*self_attn*", "model.language_model.layers.1.mlp", "model.language_model.layers.2.mlp.down*"]
+    found = read_quantisation({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ignore}})
+    assert found is not None
+    kept = ("layers.0.self_attn.q_proj", "layers.1.mlp.up_proj", "layers.2.mlp.down_proj")
+    assert all(found.scheme_of(PREFIX + module) is None for module in kept)
+    quantised = ("layers.10.mlp.up_proj", "layers.2.mlp.up_proj", "layers.12.mlp.down_proj")
+    assert all(found.scheme_of(PREFIX + module) is not None for module in quantised)
+
+
 def test_modelopt_with_a_file_of_its_own(tmp_path: Path) -> None:
     pair = write_pair(tmp_path, "31B", modelopt_fp8, {})
     config = json.loads((pair.folder / "config.json").read_text())
