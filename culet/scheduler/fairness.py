@@ -140,7 +140,7 @@ class TimeSlices:
     """
 
     def __init__(self, min_step: int) -> None:
-        """Begin with no work done. A step with fewer than `min_step` tokens takes as long as one with so many."""
+        """Start counting. A step with fewer than `min_step` tokens takes as long as one of that size, so it counts as one."""
         self._min_step = min_step
         self._work = 0  # tokens of all steps, each with at least `min_step`
         self._next_at = 0  # the work at which the next sequence may make way

@@ -197,7 +197,7 @@ class Server:
 
 
 def _check_start(starting: asyncio.Task[None]) -> None:
-    """Raise the error of a start that failed. A process that died once is no reason for a supervisor not to try again."""
+    """Raise the error of a failed start. After a single crash, a supervisor should try again."""
     try:
         starting.result()
     except WorkerDied as error:

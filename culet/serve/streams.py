@@ -115,7 +115,7 @@ class EventStream(Response):
         await self._send(send, last, is_last=True)
 
     async def _write_deltas(self, send: Send, index: int, generation: Generation, deltas: list[OutputDelta]) -> None:
-        """Write and send deltas. Those without text leave no trace, so the request may still start over after them."""
+        """Write and send deltas. If there is nothing to send, the request may still start over."""
         written = self._write(index, generation, deltas)
         if written:
             generation.mark_seen()
