@@ -39,7 +39,7 @@ class StepBudget:
     def __init__(self, max_tokens: int, max_step_s: float, min_tokens: int = MIN_STEP, decode_factor: float = 0.0) -> None:
         self.max_tokens = max_tokens
         self._max_step_s = max_step_s
-        self._decode_factor = decode_factor
+        self.decode_factor = decode_factor  # or 0, where decoding is never that slow
         self._decode_s: deque[float] = deque(maxlen=NUM_SPEEDS)  # times of the last steps with hardly any chunks
         self.min_tokens = min(min_tokens, max_tokens)
         self._num_tokens = float(min(FIRST_FACTOR * min_tokens, max_tokens))
@@ -47,17 +47,22 @@ class StepBudget:
 
     def took(self, num_tokens: int, seconds: float, chunk_tokens: int = sys.maxsize) -> None:
         """Learn from a step. Those with few tokens say nothing about chunks. `chunk_tokens` are those that do not decode."""
-        limit_s = self._decode_factor * min(self._decode_s, default=0.0)
-        if chunk_tokens <= self.min_tokens:
-            self._decode_s.append(seconds)
-        elif self._decode_factor and seconds < limit_s / self._decode_factor:  # decoding takes less than it did before
-            self._decode_s.append(seconds / self._decode_factor)
+        limit_s = self._learn_decode(seconds, chunk_tokens) if self.decode_factor else 0.0
         if not self._max_step_s or num_tokens < max(self.min_tokens, LEARN_SHARE * self._num_tokens) or seconds <= 0:
             return
         self._speeds.append(num_tokens / seconds)
         within = sorted(self._speeds)[:2][-1] * max(self._max_step_s, limit_s)
         within = min(max(within, self._num_tokens / 2), 2 * max(self._num_tokens, num_tokens))
         self._num_tokens = min(max(within, self.min_tokens), self.max_tokens)
+
+    def _learn_decode(self, seconds: float, chunk_tokens: int) -> float:
+        """Learn how long decoding alone takes. Return how long a step may take in any case."""
+        fastest_s = min(self._decode_s, default=0.0)
+        if chunk_tokens <= self.min_tokens:
+            self._decode_s.append(seconds)
+        elif seconds < fastest_s:  # decoding takes less than it did before
+            self._decode_s.append(seconds / self.decode_factor)
+        return self.decode_factor * fastest_s
 
     def of_step(
         self, running: Iterable[Sequence], waiting: Sequence | None, *, is_brisk: bool = False, is_shared: bool = False

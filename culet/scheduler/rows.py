@@ -64,7 +64,8 @@ class StepTimer:
         """Learn from a step that has ended. The policy is told if it decodes with as many drafts as the step before."""
         now, last = self._clock(), self._last_shape
         if step.is_timed:
-            budget.took(step.num_tokens, now - max(self._last_end, step.planned_at), step.chunk_tokens)
+            chunk_tokens = step.chunk_tokens if budget.decode_factor else 0
+            budget.took(step.num_tokens, now - max(self._last_end, step.planned_at), chunk_tokens)
         # The time of a step that made fewer proposals than it was asked for says nothing about others.
         shape = step.shape if result.num_proposed == sum([plan.row.num_wanted for plan in step.planned]) else None
         if policy is not None and shape and last and shape[2] == last[2]:

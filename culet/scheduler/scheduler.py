@@ -191,7 +191,8 @@ class Scheduler:
         now = self._clock()
         for request_id in self._deadlines.expired(now):
             self.cancel(request_id, reason=FinishReason.TIMEOUT)
-        self._make_way()
+        if self._waiting:
+            self._make_way()
         is_open = bool(self._in_flight) and any(seq.awaits_drafts and seq.draws_in_flight for seq in self._running)
         counts = self._drafts_to_continue(is_open=is_open)
         # If part of the batch ran ahead, the batch would run in two halves from then on. So all run ahead, or none does.
