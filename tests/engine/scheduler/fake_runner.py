@@ -29,10 +29,10 @@ def chain(before: int, token: object) -> int:
 
 
 def content_at(position: int, token: int, media: tuple[MediaSpan, ...]) -> object:
-    """Return the content at a position: a token, or a part of media."""
+    """Return the content at a position: a token, or a part of media, whose features replace the token."""
     for span in media:
         if span.start <= position < span.end:
-            return token, span.key, position - span.start
+            return span.key, position - span.start
     return token
 
 
