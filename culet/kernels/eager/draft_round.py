@@ -49,7 +49,7 @@ def copy_suffix(tokens_SL: Tensor, slot_R: Tensor, length_R: Tensor, match_lens:
 
 
 def _find_suffix(tokens_L: np.ndarray, least: int, most: int) -> int | None:
-    """Return where the last tokens end that were found before, or None."""
+    """Return where the latest earlier match of the last tokens ends, or None if they did not occur before."""
     last = len(tokens_L) - 1
     # Most texts have few earlier places with the last token, so the tokens before it are compared only there.
     end_M = np.flatnonzero(tokens_L[least - 1 : -1] == tokens_L[-1]) + (least - 1)

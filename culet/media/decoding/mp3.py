@@ -47,7 +47,7 @@ def _first_frame(data: bytes) -> int:
 
 
 def _read_frame(data: bytes, at: int) -> _Frame | None:
-    """Return the frame of layer 3 at this place, or None if there is none, or one of free size."""
+    """Return the MP3 frame at this place. Return None if there is none, or if its header does not state its size."""
     if len(data) < at + 4 or data[at] != 0xFF or data[at + 1] & 0xE6 != 0xE2:
         return None
     version, bitrate, rate = data[at + 1] >> 3 & 3, data[at + 2] >> 4, data[at + 2] >> 2 & 3

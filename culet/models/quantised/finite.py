@@ -53,7 +53,7 @@ def _has_finite_scales(tensor: StoredTensor) -> bool:
 
 
 def _parts(tensor: StoredTensor) -> Iterator[tuple[slice, ...]]:
-    """Yield regions of some rows that together cover the tensor."""
+    """Yield regions that together cover the tensor. Each has a few of its rows."""
     if not tensor.shape:
         yield (...,)  # type: ignore[misc]  # the region that covers a scalar
         return

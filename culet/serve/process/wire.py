@@ -122,7 +122,7 @@ class Ready(Struct, tag="ready", frozen=True):
 
     @property
     def num_blocks(self) -> int:
-        """How many of these blocks fit. There are more pages, but sliding layers need some of them for every sequence."""
+        """The number of these blocks that fit. It is less than the number of pages, because sliding layers need pages, too."""
         return self.cache_tokens // max(1, self.block_tokens)
 
 
