@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
+U = TypeVar("U")
 _SAME_SIZE = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # types that every library knows, by their bytes
 STEP_PRIORITY, TOWER_PRIORITY = -1, 0  # If both have a kernel that could start, that of the step starts.
 
@@ -15,6 +17,26 @@ STEP_PRIORITY, TOWER_PRIORITY = -1, 0  # If both have a kernel that could start,
 def step_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a stream for steps."""
     return torch.cuda.Stream(device, priority=STEP_PRIORITY)
+
+
+_second_stream = cache(step_stream)  # by device
+
+
+def side_by_side(first: Callable[[], T], second: Callable[[], U], device: torch.device) -> tuple[T, U]:
+    """Return the results of two calls that do not need each other's result. In a captured graph, they run at the same time.
+
+    Elsewhere they run one after the other. Their launches must not share a workspace.
+    """
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return first(), second()
+    stream, second_stream = torch.cuda.current_stream(device), _second_stream(device)
+    second_stream.wait_stream(stream)
+    with torch.cuda.stream(second_stream):
+        # Memory allocated here is used again only on this stream, which by then has waited for every reader.
+        second_result = second()
+    first_result = first()
+    stream.wait_stream(second_stream)
+    return first_result, second_result
 
 
 class Captures:

@@ -5,7 +5,7 @@ Shapes: T new tokens of all rows · L tokens whose logits are needed · D model 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
+from culet.kernels.captures import side_by_side
 from culet.kernels.types import Candidates, HeadShape, Rope
 from culet.layers.attention import Attention, Pass
 from culet.layers.experts import Experts
@@ -27,9 +28,11 @@ from culet.layers.weight.weights import Weights
 from culet.models.pieces import DIRECT, Pieces, TailInputs, TokenInputs
 from culet.models.spec import LayerSpec, ModelSpec, RopeSpec
 from culet.parallel.reduce.norms import RankNorms
-from culet.parallel.reduce.parts import AllReduce, join_columns
+from culet.parallel.reduce.parts import AllReduce, PartialSum, join_columns
 
 LOGITS_ROWS = 256  # rows of logits that callers compute at a time, which take 256 MiB at Gemma's vocabulary
+# Up to this many tokens, the kernels of the MLP and of the experts are too small to keep the memory busy alone.
+SIDE_BY_SIDE_TOKENS = 128
 AFTER_FINAL_NORM = -1  # the tap for the hidden state after the final norm
 
 
@@ -147,7 +150,7 @@ class DecoderLayer(Layer):
             pre_norms = self.pre_mlp_norm, self.pre_experts_norm
             x_TD, normed, for_experts = norms.residual_norm_two(x_TD, attended, self.post_attention_norm, *pre_norms, eps)
             weights = self.post_dense_norm, self.post_experts_norm, self.post_mlp_norm
-            dense, routed = self.mlp(normed), self.experts(x_TD, for_experts)
+            routed, dense = self._both_mlps(partial(self.experts, x_TD, for_experts), partial(self.mlp, normed), x_TD)
             return norms.residual_norm_joint(x_TD, dense, routed, weights, self.scalar, next_norm_D, eps)
         x_TD, normed = norms.residual_norm(x_TD, attended, self.post_attention_norm, None, self.pre_mlp_norm, eps)
         out = self.mlp(normed)
@@ -157,6 +160,14 @@ class DecoderLayer(Layer):
         extra = self.ple_projection.linear_parts(self.ple_gate.linear_gelu_times(x_TD, ple_TP))
         # Every rank has the whole per-layer projection.
         return self.ops.residual_norm(x_TD, extra, self.post_ple_norm, self.scalar, next_norm_D, eps)
+
+    def _both_mlps(
+        self, routed: Callable[[], PartialSum], dense: Callable[[], PartialSum], x_TD: Tensor
+    ) -> tuple[PartialSum, PartialSum]:
+        """Run the experts and the dense MLP, side by side if that is faster and neither exchanges anything with other ranks."""
+        if x_TD.shape[0] <= SIDE_BY_SIDE_TOKENS and self.attention.all_reduce is None:
+            return side_by_side(routed, dense, x_TD.device)
+        return routed(), dense()
 
 
 class Gemma4(Layer):

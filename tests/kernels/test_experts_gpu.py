@@ -10,7 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from culet.kernels.captures import Captures, side_by_side
+from culet.kernels.dispatch import triton_kernels
 from culet.kernels.eager import ops
+from culet.kernels.replay import replayed
 from culet.kernels.triton.experts import expert_mlp, hopper_grouped, route
 from tests.kernels.test_linear_gpu import DEVICE, IS_HOPPER, assert_close
 
@@ -45,6 +48,35 @@ def test_experts(width: int) -> None:
             for launch in hopper_grouped.describe_hopper_grouped(*given, y, tile_sizes=tiles):
                 launch.run()
             assert_close(y, wanted)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 32, 128])
+def test_a_graph_runs_the_experts_beside_the_dense_mlp(num_tokens: int) -> None:
+    """The dense MLP and the router both split K, so a workspace that they shared would give wrong sums."""
+    on_gpu = triton_kernels()
+    x, _, _, gate_up, down = draw(num_tokens, 704)
+    router = torch.randn(E, D, device=DEVICE) / D**0.5
+    dense_up = torch.randn(2 * 2112, D, dtype=torch.bfloat16, device=DEVICE) / D**0.5
+    dense_down = torch.randn(D, 2112, dtype=torch.bfloat16, device=DEVICE) / 2112**0.5
+
+    def routed() -> tuple[Tensor, Tensor]:
+        weights, ids = on_gpu.route(x, router, torch.ones(E, device=DEVICE), K, EPS)
+        return on_gpu.experts(x, weights, ids, gate_up, down), ids
+
+    def dense() -> Tensor:
+        return on_gpu.linear_parts(on_gpu.gated_linear(x, dense_up), dense_down)
+
+    def both() -> tuple[Tensor, ...]:
+        (y, ids), parts = side_by_side(routed, dense, x.device)
+        return y, ids, parts
+
+    with replayed():
+        graph, found = Captures(x.device).capture(both)
+        for _ in range(50):
+            x.normal_()
+            graph.replay()
+            for mine, wanted in zip(found, both(), strict=True):
+                assert torch.equal(mine, wanted)
 
 
 def test_experts_that_nobody_or_everybody_chooses() -> None:

@@ -13,6 +13,7 @@ Shapes: T tokens · D model · E experts · K experts per token.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ LARGE_TOKENS = 1536  # from this many tokens on, LARGE_TILE is used, with the ro
 SPLITS = (11, 8, 4, 2, 1)
 MAX_PROGRAMS, MAX_LARGE_PROGRAMS = 264, 132  # D is not split beyond this many programs
 SPLIT_BLOCK = 1024  # weights that a program splits into parts
+
+router_workspace = partial(workspace, user="router")  # its own, because the dense MLP runs beside the router
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -245,7 +248,7 @@ def describe_route(
     common = {**tensors, **shape, "eps": eps, "BLOCK_E": block_e, "PDL": pdl}
     if num_tokens <= FEW_TOKENS and "tile" not in extra:
         rows, num_warps = extra.get("few", FEW)
-        logits, arrivals = workspace(x_TD.device)
+        logits, arrivals = router_workspace(x_TD.device)
         few = {"logits": logits, "arrivals": arrivals, "ROWS": rows, "BLOCK_D": next_power_of_2(size)}
         return [Launch(_route_few_kernel, (block_e // rows, num_tokens), {**common, **few}, options(num_warps, pdl))]
     is_large = extra.get("is_large", num_tokens >= LARGE_TOKENS) and x_TD.dtype == torch.bfloat16
@@ -253,7 +256,7 @@ def describe_route(
     blocks = cdiv(num_tokens, block_t)
     most = max(1, min((MAX_LARGE_PROGRAMS if is_large else MAX_PROGRAMS) // blocks, cdiv(size, block_d)))
     split = next(split for split in SPLITS if split <= most)
-    parts, arrivals = workspace(x_TD.device) if split > 1 else (out[0], out[1])
+    parts, arrivals = router_workspace(x_TD.device) if split > 1 else (out[0], out[1])
     many = {"parts": parts, "arrivals": arrivals, "BLOCK_T": block_t, "BLOCK_D": block_d, "SPLIT": split, "STAGES": 2}
     if not is_large:
         return [Launch(_route_kernel, (blocks, split), {**common, **many}, options(num_warps, pdl))]

@@ -208,18 +208,18 @@ def _tiles_kernel(
     )  # fmt: skip
 
 
-_workspaces: dict[torch.device, tuple[Tensor, Tensor]] = {}
+_workspaces: dict[tuple[torch.device, str], tuple[Tensor, Tensor]] = {}
 
 
-def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the parts and arrival counters of `device`. They are allocated once.
+def workspace(device: torch.device, user: str = "linear") -> tuple[Tensor, Tensor]:
+    """Return the parts and arrival counters of `user` on `device`. They are allocated once.
 
-    All launches that use them run one after the other. Every launch leaves the counters at zero.
+    All launches of one user run one after the other. Every launch leaves the counters at zero.
     """
-    if device not in _workspaces:
+    if (device, user) not in _workspaces:
         parts = torch.empty(MAX_PARTS, dtype=torch.float32, device=device)
-        _workspaces[device] = parts, torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
-    return _workspaces[device]
+        _workspaces[device, user] = parts, torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
+    return _workspaces[device, user]
 
 
 def describe(x_MK: Tensor, weight_NK: Tensor, out: Tensor, tile: Tile, epilogue: int = PLAIN, **extra: Any) -> Launch:
