@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from culet.kernels.triton.dependent_launch import enter, options
-from culet.kernels.triton.device import uses_pdl
+from culet.kernels.triton.device import shared_bytes, stages_that_fit, uses_pdl
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 from culet.kernels.triton.linear.few_tokens import workspace
 
@@ -236,8 +236,8 @@ def describe_route(
 ) -> list[Launch]:
     """Describe the launches. `out` is (weights, ids).
 
-    `extra` may have pdl, few (experts per program, warps), tile (tokens, columns, warps) and is_large (whether to use the
-    router's parts).
+    `extra` may have pdl, few (experts per program, warps), tile (tokens, columns, warps), is_large (whether to use the
+    router's parts) and shared (bytes).
     """
     num_tokens, size = x_TD.shape
     num_experts, top_k = router_ED.shape[0], out[0].shape[1]
@@ -260,7 +260,10 @@ def describe_route(
     many = {"parts": parts, "arrivals": arrivals, "BLOCK_T": block_t, "BLOCK_D": block_d, "SPLIT": split, "STAGES": 2}
     if not is_large:
         return [Launch(_route_kernel, (blocks, split), {**common, **many}, options(num_warps, pdl))]
-    many |= {"router": torch.empty(3, *router_ED.shape, dtype=torch.bfloat16, device=x_TD.device), "STAGES": 3}
+    # With three stages, shared memory holds two tiles of tokens and of the router's parts. Not every GPU has room for that.
+    tile_bytes = 2 * block_d * (block_t + 3 * block_e)
+    stages = 1 + stages_that_fit(2, tile_bytes, int(extra.get("shared") or shared_bytes(x_TD.device)))
+    many |= {"router": torch.empty(3, *router_ED.shape, dtype=torch.bfloat16, device=x_TD.device), "STAGES": stages}
     splitting = {"router": router_ED, "parts": many["router"], "SIZE": router_ED.numel(), "BLOCK": SPLIT_BLOCK, "PDL": pdl}
     return [
         Launch(_split_kernel, (cdiv(router_ED.numel(), SPLIT_BLOCK),), splitting, options(4, pdl)),

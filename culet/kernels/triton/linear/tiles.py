@@ -19,6 +19,7 @@ ENOUGH_PROGRAMS = 128  # K is split until there are this many. More parts cost m
 ENOUGH_SHORT = 80  # the same for rows of up to SHORT_K inputs, whose programs finish soon
 SHORT_K = 4096
 NARROW = 512  # up to this many outputs, tiles are small so that there are enough programs
+MAX_BY_ROWS = 50 << 20  # weights of a matrix that is read row by row. 31B.down in tiles: a layer takes 233 instead of 244.
 MAX_PARTS = 1 << 22  # float32 elements (16 MB) of the workspace in which the parts of a split K are summed
 MAX_ARRIVALS = 1 << 14  # arrival counters in the workspace
 
@@ -43,7 +44,8 @@ def choose_tile(num_tokens: int, num_rows: int, size_k: int, epilogue: int = PLA
     if num_tokens > MAX_TOKENS or size_k % 64:
         return Tile("cublas")
     is_gated = epilogue == GATED
-    by_rows = num_tokens == 1 and (num_rows <= (4096 if is_gated else 8192) or num_rows > 1 << 16)
+    is_small = num_rows <= (4096 if is_gated else 8192) and num_rows * size_k <= MAX_BY_ROWS
+    by_rows = num_tokens == 1 and (is_small or num_rows > 1 << 16)
     if by_rows or (num_tokens == 2 and num_rows <= 2560 and not is_gated):
         # With long rows of a narrow matrix, a program has fewer rows, so that there are enough programs.
         is_narrow = num_tokens == 1 and size_k > 8192 and num_rows <= 4096
