@@ -264,7 +264,8 @@ class MediaConfig:
         flag="--language-model-only/--no-language-model-only",
     )
     limit_mm_per_prompt: str | None = option(
-        None, "Most items of each kind in a prompt, as a JSON object with image, video and audio; 0 does not load their tower."
+        None,
+        "Maximum number of items per kind in a prompt, as a JSON object with image, video and audio; 0 loads no tower.",
     )
     media_cache_memory_bytes: int = option(
         512 << 20, "Size of the cache for features of images, video and audio, which requests share, in bytes."
@@ -282,7 +283,7 @@ class MediaConfig:
     )
     image_mask: str = option(
         "trained",
-        "Keys that the tokens of an image see on 12B: as it was most likely trained, or as in transformers.",
+        "What the tokens of an image attend to on 12B: as in training (most likely), or as in transformers.",
         choices=("trained", "transformers"),
     )
 
@@ -366,7 +367,7 @@ class ServeConfig:
     )
     thinking_budgets: str = option(
         "minimal=256,low=1024,medium=4096,high=16384",
-        "Most thinking tokens for each reasoning effort; an effort that is left out has no budget.",
+        "Maximum number of thinking tokens for each reasoning effort; an effort that is omitted has no budget.",
     )
     constrain_tool_calls: bool = option(
         True,

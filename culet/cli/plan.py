@@ -83,7 +83,7 @@ _DTYPE = click.Choice(("auto", "bfloat16", "float32"))
 @click.option(
     "--limit-mm-per-prompt",
     metavar="JSON",
-    help="Most items of each kind in a prompt, as an object with image, video and audio; 0 turns a kind off.",
+    help="Maximum number of items per kind in a prompt, as a JSON object with image, video and audio; 0 turns a kind off.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--svg", type=click.Path(dir_okay=False), metavar="FILE", help="Also draw the plan and write it to FILE as SVG.")

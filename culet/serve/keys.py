@@ -62,7 +62,7 @@ class _Bucket:
         self._spent += amount
 
 
-class Usage:
+class KeyUsage:
     """What one key uses now. Kept by name when keys are read again."""
 
     def __init__(self, now: float) -> None:
@@ -75,7 +75,7 @@ class Usage:
 class Caller:
     """Who sent a request: a key with its usage, or anybody if no keys are set."""
 
-    usage: Usage
+    usage: KeyUsage
     key: ApiKey | None = None
     is_alone: bool = True  # whether there are no other keys
     clock: Callable[[], float] = time.monotonic
@@ -153,8 +153,8 @@ class KeyRing:
         self._given = [key for part in given.split(",") if (key := part.strip())]
         self._file = None if file is None else Path(file).expanduser()
         self._clock = clock
-        self._usage: dict[str, Usage] = {}
-        self._anybody = Caller(Usage(clock()), clock=clock)
+        self._usage: dict[str, KeyUsage] = {}
+        self._anybody = Caller(KeyUsage(clock()), clock=clock)
         self._callers: dict[bytes, Caller] = {}
         self._use(self._read())
 
@@ -168,7 +168,7 @@ class KeyRing:
     def names(self) -> list[str]:
         return [caller.name for caller in self._callers.values()]
 
-    def usage(self) -> Mapping[str, Usage]:
+    def usage(self) -> Mapping[str, KeyUsage]:
         """What each key uses, by name. Includes keys that were removed."""
         return self._usage
 
@@ -216,7 +216,7 @@ class KeyRing:
     def _use(self, keys: list[ApiKey]) -> None:
         """Replace all keys at once. A key that keeps its name keeps its usage."""
         for key in keys:
-            self._usage.setdefault(key.name, Usage(self._clock()))
+            self._usage.setdefault(key.name, KeyUsage(self._clock()))
         is_alone = len(keys) < 2
         self._callers = {key.digest: Caller(self._usage[key.name], key, is_alone, self._clock) for key in keys}
 

@@ -56,6 +56,28 @@ def missing_files(text: str) -> list[str]:
     return [path for path in named if PLACEHOLDER not in path and not (ROOT / path).exists()]
 
 
+def replaced_by(decision: str) -> list[int]:
+    """Return the numbers of the decisions that a decision replaces or changes."""
+    lines = re.findall(r"^(?:Replaces|Changes|Restores): .*(?:\n.+)*", decision, re.MULTILINE)
+    links = re.findall(r"\[(\d+)\]", " ".join(line.partition("Builds on")[0] for line in lines))
+    return [int(number) for number in links]
+
+
+def unclear_decisions(decisions: dict[int, str]) -> list[str]:
+    """Return the decisions without a status, those that do not say what they replace, and those that name no successor."""
+    problems = []
+    for number, text in decisions.items():
+        if not text.split("\n\n")[1].startswith("Status: "):
+            problems.append(f"{number} has no status")
+        if not re.search(r"^(Replaces|Changes): ", text, re.MULTILINE):
+            problems.append(f"{number} does not say what it replaces")
+        for other in replaced_by(text):
+            status = decisions[other].split("\n\n")[1]
+            if f"[{number}]" not in status:
+                problems.append(f"the status of {other} does not name {number}")
+    return problems
+
+
 def tree_entries(text: str) -> list[str]:
     """Return the paths in the tree of the repository."""
     (tree,) = re.findall(r"```\n(.*?)```", text, re.DOTALL)
@@ -99,10 +121,18 @@ def test_every_log_and_decision_is_in_its_index() -> None:
         assert [path.name for path in pages if path.name != "README.md" and f"({path.name})" not in index] == []
 
 
-def test_every_decision_has_a_status() -> None:
+def test_decisions_say_what_they_replace() -> None:
+    """Each has a status and says what it replaces or changes. What it replaces says so, and so does the index."""
     pages = sorted((ROOT / "docs/decisions").glob("0*.md"))
     assert pages
-    assert [path.name for path in pages if not path.read_text().split("\n\n")[1].startswith("Status: ")] == []
+    assert unclear_decisions({int(path.name[:4]): path.read_text() for path in pages}) == []
+    index = (ROOT / "docs/decisions/README.md").read_text()
+    rows = {int(number): row for number, row in re.findall(r"^\| \[(\d+)\].*\|(.*)\|$", index, re.MULTILINE)}
+    for path in pages:
+        for number in replaced_by(path.read_text()):
+            assert re.search(rf"\b{int(path.name[:4])}\b", rows[number]), (
+                f"the index does not say that {path.name} changes {number}"
+            )
 
 
 # Tests of the checks themselves
@@ -116,3 +146,12 @@ def test_the_checks_find_mistakes(tmp_path: Path) -> None:
         "`culet/types.py` `culet/no_such.py` `culet/attention/NAME.py`\n```mermaid\na[serve/app.py] --> b[serve/none.py]\n```"
     )
     assert missing_files(text) == ["culet/no_such.py", "culet/serve/none.py"]
+
+
+def test_unclear_decisions_are_found() -> None:
+    first = "# 1. A\n\nStatus: accepted. [2](b.md) changes it.\n\nReplaces: nothing.\n"
+    second = "# 2. B\n\nStatus: accepted.\nReplaces: the rule\nof [1](a.md). Builds on [3](c.md).\n"
+    assert unclear_decisions({1: first, 2: second}) == []
+    assert unclear_decisions({1: first.replace("[2]", "2"), 2: second}) == ["the status of 1 does not name 2"]
+    assert unclear_decisions({1: first.replace("Replaces", "Refers to")}) == ["1 does not say what it replaces"]
+    assert unclear_decisions({1: first.replace("Status: ", "")}) == ["1 has no status"]

@@ -123,15 +123,17 @@ async def run_agent(load: Load, agent: AgentLoad, turns: list[Turn], report: Cal
     client = Client(replace(load, is_chat=True))
     try:
         model = await client.check()
-        runner = _Runner(client, model, load, agent, report)
-        await runner.warm_up()
+        run = _AgentRun(client, model, load, agent, report)
+        await run.warm_up()
         for history_len in agent.history_lens:
-            turns += await runner.run(history_len)
+            turns += await run.sessions(history_len)
     finally:
         await client.close()
 
 
-class _Runner:
+class _AgentRun:
+    """The sessions of an agent with one server."""
+
     def __init__(self, client: Client, model: str, load: Load, agent: AgentLoad, report: Callable[[int], None]) -> None:
         self._client, self._model, self._load, self._agent, self._report = client, model, load, agent, report
         self._limit = asyncio.Semaphore(load.max_concurrency or 1)
@@ -146,7 +148,7 @@ class _Runner:
         for _ in range(self._load.num_warmups):
             await self._ask(prompt)
 
-    async def run(self, history_len: int) -> list[Turn]:
+    async def sessions(self, history_len: int) -> list[Turn]:
         """Run the sessions with a history of this length."""
         load, agent = self._load, self._agent
         seeds = [f"{load.seed} {history_len} {number}" for number in range(agent.num_sessions)]

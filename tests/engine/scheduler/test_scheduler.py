@@ -10,6 +10,7 @@ import pytest
 
 from culet.errors import BadRequest, ContextTooLong, QueueFull
 from culet.scheduler import fairness
+from culet.scheduler.admission import pages_to_start
 from culet.scheduler.budget import share_budget
 from culet.scheduler.group_pages import max_held_pages, span
 from culet.scheduler.sequence import Acceptance, Sequence
@@ -172,6 +173,16 @@ def test_neither_decode_nor_prefill_nor_drafts_starve() -> None:
     assert [(grant.num_new, grant.num_drafts) for grant in grants] == [(10, 0), (10, 9), (2, 1), (1, 0), (1, 0)]
     assert [grant.num_new for grant in share_budget([*decodes, *prefills], 5)] == [1, 1, 1, 1, 1]
     assert [grant.num_new for grant in share_budget(decodes, 24)] == [10, 10, 3, 1]
+    # A prompt that wants 3 of the other 23 tokens leaves 20 to drafts.
+    grants = share_budget([sequence(6, 3), *decodes[:1], sequence(7, 1, num_proposed=18)], 24)
+    assert [(grant.num_new, grant.num_drafts) for grant in grants] == [(3, 0), (10, 9), (11, 10)]
+
+
+def test_a_sequence_starts_only_with_the_pages_that_its_drafter_writes_ahead() -> None:
+    layout = make_layout((None, 4, 10))
+    seq = Sequence(endless("a", 8, 20), 0, 0, layout, is_cached=False)
+    assert pages_to_start(seq, 100) == 5  # for 8 tokens and 10 ahead of them
+    assert pages_to_start(Sequence(endless("b", 8, 20), 0, 0, make_layout((None, 4)), is_cached=False), 100) == 3
 
 
 def test_no_more_run_than_the_budget_has_tokens() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from culet.scheduler import fairness
+from culet.scheduler.budget import share_budget
 from culet.scheduler.fairness import share_tokens
+from culet.scheduler.sequence import Sequence
 from culet.types import StepPlan
 from tests.engine.scheduler.drive import Drive, endless, make, make_layout, make_request, prompt
 
@@ -132,6 +134,32 @@ def test_priority_comes_before_fairness() -> None:
     assert not drive.told["other", 0].tokens
 
 
+def test_a_better_priority_keeps_its_place() -> None:
+    drive = make(seqs=4)
+    for number in range(4):
+        drive.add(make_request(f"r{number}", prompt(10, number), 30, stop=False, priority=-1, tenant="busy"))
+    drive.step()
+    drive.add(make_request("other", prompt(10, 99), 5, stop=False, tenant="quiet"))
+    for _ in range(10):
+        drive.step()
+    assert num_running(drive, "busy") == 4
+    assert drive.scheduler.counters.preemptions == 0
+
+
+def test_a_tenant_gains_nothing_by_having_been_away() -> None:
+    drive = make(seqs=1)
+    for number in range(12):
+        drive.add(make_request(f"stays{number}", prompt(10, number), 5, stop=False, tenant="stays"))
+    while drive.told["stays5", 0].finish_reason is None:
+        drive.step()
+    for number in range(12):
+        drive.add(make_request(f"returns{number}", prompt(10, 50 + number), 5, stop=False, tenant="returns"))
+    while drive.told["stays9", 0].finish_reason is None:
+        drive.step()
+    num_ended = sum(drive.told[f"returns{number}", 0].finish_reason is not None for number in range(12))
+    assert 3 <= num_ended <= 5
+
+
 def test_many_tenants_take_turns_in_few_places() -> None:
     """Each tenant has a flood, and there are more tenants than places."""
     drive = make(seqs=2, queue=200)
@@ -152,3 +180,13 @@ def test_tokens_are_shared_by_wishes() -> None:
     assert share_tokens({"a": 1000, "b": 10}, 64) == {"a": 54, "b": 10}
     assert share_tokens({"a": 1000, "b": 1000, "c": 4}, 64) == {"a": 30, "b": 30, "c": 4}
     assert share_tokens({}, 64) == {}
+
+
+def test_a_tenants_prompts_together_get_one_part_of_a_step() -> None:
+    layout = make_layout((None, 4))
+    tenants = ["busy", "busy", "busy", "quiet"]
+    prompts = [
+        Sequence(endless(str(number), 100, tenant=tenant), 0, number, layout, is_cached=False)
+        for number, tenant in enumerate(tenants)
+    ]
+    assert [(grant.sequence.tenant, grant.num_new) for grant in share_budget(prompts, 64)] == [("busy", 32), ("quiet", 32)]

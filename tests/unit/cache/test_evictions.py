@@ -156,3 +156,17 @@ def test_a_covered_point_that_is_used_again_stays() -> None:
     cache.prefix.make_room(cache.arena.num_free + 1)
     assert first in cache.prefix.resume_points()
     assert cache.prefix.num_resume_points == 2
+
+
+def test_if_there_are_too_many_points_covered_ones_go_first() -> None:
+    cache = Cache(400)
+    for number in range(3):  # the oldest points, whose pages running sequences hold
+        cache.insert([number, *range(9)], hold=True)
+    for number in range(10, 15):
+        cache.insert([number, *range(9)])
+    oldest = cache.prefix.resume_points()[:3]
+    cache.prefix.make_room(cache.arena.num_free + 1)  # covers them, and evicts the next
+    cache.prefix._max_points = 7
+    cache.insert([20, *range(9)])
+    assert cache.prefix.num_resume_points == 7
+    assert [point in cache.prefix.resume_points() for point in oldest] == [False, True, True]

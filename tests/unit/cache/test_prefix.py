@@ -185,6 +185,13 @@ def test_points_with_different_media_and_equal_units_do_not_match(monkeypatch: p
     assert cache.find([*tokens, 1], media=[cat])[0] == 0
 
 
+def test_media_never_look_like_tokens() -> None:
+    """A token id has at most 31 bits. The 32nd marks media."""
+    for number in range(50):
+        span = MediaSpan(0, 100, b"%d" % number)
+        assert min(content._media_units(span)) >= 1 << 31
+
+
 def test_points_are_bounded() -> None:
     cache = Cache(2000)
     cache.prefix._max_points = 20

@@ -61,6 +61,7 @@ FILTERS = {
     "top_p": {"top_p": 0.9},
     "narrow top_p": {"top_p": 1e-6},
     "min_p": {"min_p": 0.3},
+    "min_p of 1": {"min_p": 1.0},
     "all": {"temperature": 1.7, "top_k": 40, "top_p": 0.8, "min_p": 0.05},
     "wide top_k": {"top_k": 1500, "top_p": 0.99},
     "top_k of all": {"top_k": 10**9},
@@ -309,6 +310,16 @@ def test_a_token_that_top_p_does_not_need_is_out(width, top_k):
     sampling = replace(PLAIN, top_k=top_k, top_p=0.5)
     drawn = sample(logits.expand(64, -1), [replace(sampling, seed=seed) for seed in range(64)], range(64))
     assert set(drawn.tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 2), (0.5, 5), (1.0 - 2.0**-53, 5)])
+@pytest.mark.parametrize("name", ["plain", "top_k", "top_p", "wide top_k"])
+def test_a_token_without_probability_is_never_drawn(name, uniform, token, monkeypatch):
+    """Not even by the smallest and largest random numbers, or by one between two tokens."""
+    monkeypatch.setattr(sampler, "uniforms", lambda seeds, *_: [uniform] * len(seeds))
+    logits = torch.full((1, 8), -math.inf)
+    logits[0, [2, 5]] = 1.0
+    assert sample(logits, [replace(PLAIN, **FILTERS[name])], [0]).item() == token
 
 
 def test_logprobs():
