@@ -126,8 +126,8 @@ class DrafterPlan(Protocol):
     def num_parameters(self) -> Mapping[str, int]:
         """Return the number of weights by part."""
 
-    def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes of its weights, for activations of `itemsize` bytes."""
+    def weight_bytes(self, itemsize: int, layout: CacheLayout | None = None) -> int:
+        """Return the bytes of its weights, for activations of `itemsize` bytes. With a rank's layout, those of the rank."""
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> Drafter:
         """Load the weights to the target's device in its precision. `backends` are the drafter's, by index of the KV group."""

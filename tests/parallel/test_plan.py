@@ -12,12 +12,18 @@ from click.testing import CliRunner
 from culet.cache.pool import Pool
 from culet.cache.spec import RUN_TOKENS, CacheLayout, plan_cache, share_among
 from culet.cli.plan import plan
+from culet.cli.planning.facts import gather, shares_of
 from culet.config import build_config
+from culet.drafters.mtp.model import MTPModel
+from culet.drafters.mtp.plan import MTPPlan
 from culet.engine.resolve import resolve
 from culet.errors import ConfigError
+from culet.layers.weight.weights import Weights
 from culet.models.quantised.part_bytes import check_groups
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
+from culet.parallel.group import RankGroup
+from culet.parallel.rank import Rank
 from culet.testing.tiny import write_checkpoint
 
 
@@ -153,6 +159,19 @@ def test_what_the_ranks_exchange() -> None:
     few = "--max-num-seqs", "4", "--speculative-config", '{"method": "mtp", "model": "random:", "num_speculative_tokens": 3}'
     plan = json.loads(run_plan("31B", "--gpu", "h100", "--json", "--tensor-parallel-size", "2", *few))
     assert plan["ranks"]["exchanges"][-1]["gathered_bytes"] == 4 * 4 * 262144 * 4 // 2
+
+
+@pytest.mark.parametrize("name", ["12B", "26B-A4B", "31B"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_the_mtp_drafter_of_a_rank(name: str, num_ranks: int) -> None:
+    """Its projections are whole on each rank, and so is a head of the target whose tokens ranks share."""
+    choice = '{"method": "mtp", "model": "random:"}'
+    facts = gather(name, "h100", build_config({"tensor_parallel_size": num_ranks, "speculative_config": choice}))
+    assert isinstance(facts.drafter, MTPPlan)
+    rank = Rank(0, num_ranks)
+    weights = Weights(torch.bfloat16, torch.device("meta"), rank, None if num_ranks == 1 else RankGroup(rank))
+    held = MTPModel(facts.drafter.spec, weights, latent=True).num_bytes
+    assert next(share.rank_bytes for share in shares_of(facts) if share.part == "mtp") == pytest.approx(held, rel=1e-3)
 
 
 def test_ranks_on_a_cpu_add_with_gloo() -> None:

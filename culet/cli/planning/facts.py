@@ -257,9 +257,10 @@ def shares_of(facts: Facts, *, text_only: bool = False) -> list[Share]:
     """Return how ranks share the weights of the text decoder, the drafter and, unless `text_only`, the loaded towers."""
     sizes = part_bytes(facts.spec, facts.values, _ITEMSIZES[facts.dtype], facts.config.model.quantization)
     shares = weight_shares(facts.spec, facts.layout, sizes, facts.num_ranks)
-    drafter, size = facts.drafter, draft_bytes(facts)
+    drafter = facts.drafter
+    size = 0 if drafter is None else drafter.weight_bytes(_ITEMSIZES[facts.dtype], facts.layout)
     if drafter is not None and size and drafter.reads_target_pages:
-        shares.append(Share(drafter.method, "like the target", "it reads the target's pages", size // facts.num_ranks))
+        shares.append(Share(drafter.method, "like the target", "it reads the target's pages", size))
     elif drafter is not None and size:
         shares.append(Share(drafter.method, "whole on each rank", "it is small and has its own KV", size))
     if not text_only:

@@ -105,8 +105,8 @@ class DFlashPlan:
             counts[part] += prod(size)
         return counts
 
-    def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes of its weights."""
+    def weight_bytes(self, itemsize: int, layout: CacheLayout | None = None) -> int:
+        """Return the bytes of its weights, all of which every rank has."""
         counts = dict(self.num_parameters())
         norms = counts.pop("norms") * bytes_per_value(itemsize)
         return round(norms + sum(counts.values()) * bytes_per_value(itemsize, self.quantization))

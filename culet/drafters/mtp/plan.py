@@ -13,6 +13,7 @@ from culet.errors import CheckpointError, ConfigError
 from culet.layers.weight.byte_sizes import bytes_per_value
 from culet.models.folder import find_folder, read_config
 from culet.models.random_checkpoint import PREFIX, RandomDraw
+from culet.models.sizes import attention_weights
 from culet.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -84,11 +85,24 @@ class MTPPlan:
         """Return the number of weights by part."""
         return self.spec.tensor_sizes()
 
-    def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes of its weights. The head may have its own precision."""
-        counts = dict(self.num_parameters())
+    def weight_bytes(self, itemsize: int, layout: CacheLayout | None = None) -> int:
+        """Return the bytes of its weights, or of a rank's part of them. The head may have its own precision."""
+        counts = dict(self.num_parameters() if layout is None else self._parameters_of_rank(layout))
         head = counts.pop("head") * bytes_per_value(itemsize, self.choice.head_dtype)
         return round(head + sum(counts.values()) * bytes_per_value(itemsize, self.choice.quantization))
+
+    def _parameters_of_rank(self, layout: CacheLayout) -> Mapping[str, int]:
+        """Return the number of a rank's weights by part. Heads are divided like those of the pages that they read."""
+        decoder, counts = self.spec.decoder, dict(self.num_parameters())
+        sources = [layout.group_of(layer.kv_source).spec for layer in decoder.layers]
+        num_ranks = sources[0].head_shares * sources[0].token_shares
+        counts["attention"] = sum(
+            attention_weights(layer, decoder.hidden_size) // source.head_shares
+            for layer, source in zip(decoder.layers, sources, strict=True)
+        )
+        for part in ("mlp", *(("head",) if self.spec.centroids is None else ())):
+            counts[part] //= num_ranks
+        return counts
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> MTPDrafter:
         """Load the weights to the target's device in its precision. `backends` are the drafter's, by index of the KV group."""

@@ -62,7 +62,7 @@ class SuffixPlan:
     def num_parameters(self) -> Mapping[str, int]:
         return {}
 
-    def weight_bytes(self, itemsize: int) -> int:
+    def weight_bytes(self, itemsize: int, layout: CacheLayout | None = None) -> int:
         return 0
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> SuffixDrafter:
@@ -125,8 +125,8 @@ class BesidePlan:
     def num_parameters(self) -> Mapping[str, int]:
         return self.inner.num_parameters()
 
-    def weight_bytes(self, itemsize: int) -> int:
-        return self.inner.weight_bytes(itemsize)
+    def weight_bytes(self, itemsize: int, layout: CacheLayout | None = None) -> int:
+        return self.inner.weight_bytes(itemsize, layout)
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> Drafter:
         from culet.drafters.suffix.drafter import BesideDrafter

@@ -171,15 +171,17 @@ class EngineClient(asyncio.Protocol):
         it died.
         """
         client = cls()
-        if previous is not None:
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                client._process = start_bound_process("culet.serve.process.engine", theirs.fileno(), environment)
+        except OSError as error:
+            raise WorkerDied(f"cannot start the engine process: {error}") from error
+        await asyncio.get_running_loop().create_connection(lambda: client, sock=ours)
+        client._send(start)
+        if previous is not None:  # It keeps them if the start fails. Until here, it may be given more.
             for stream in previous.give_away():
                 client.take(stream)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            client._process = start_bound_process("culet.serve.process.engine", theirs.fileno(), environment)
-        loop = asyncio.get_running_loop()
-        await loop.create_connection(lambda: client, sock=ours)
-        client._send(start)
         return client
 
     async def wait_ready(self) -> Ready:

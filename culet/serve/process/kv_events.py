@@ -276,9 +276,12 @@ class KVEventPublisher:
         import zmq
 
         address = of_rank(endpoint, self._rank)
+        if "[" in address:  # only then, because a machine may have no IPv6
+            socket.setsockopt(zmq.IPV6, 1)
         try:
             (socket.bind if listens else socket.connect)(address)
         except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
             raise ConfigError(f"kv-events-config: cannot use {address!r}: {error}", hint="choose another port") from None
 
     def publish(self, changes: list[PrefixChange]) -> None:

@@ -230,18 +230,24 @@ class RayEngines:
         )
 
     async def _poll_all(self) -> None:
-        """Follow the logs of all replicas that have answered something."""
+        """Follow the logs of all replicas that have answered something. One that is busy does not hold up the others."""
+        polls: dict[str, asyncio.Task[None]] = {}
         while True:
             await asyncio.sleep(_POLL_S)
-            for name, known in list(self._replicas.items()):
-                with suppress(Exception):  # the replica is gone, or too busy to answer
-                    await self._poll(name, known)
-                    continue
-                known.num_unanswered += 1
-                if known.num_unanswered >= _LOST_POLLS and not known.num_samples:
-                    del self._replicas[name]
+            polls = {name: poll for name, poll in polls.items() if not poll.done()}
+            for name, known in self._replicas.items():
+                if name not in polls:
+                    polls[name] = self._spawn(self._poll(name, known))
 
     async def _poll(self, name: str, known: _Known) -> None:
+        with suppress(Exception):  # the replica is gone, or too busy to answer
+            await self._follow(name, known)
+            return
+        known.num_unanswered += 1
+        if known.num_unanswered >= _LOST_POLLS and not known.num_samples:
+            del self._replicas[name]
+
+    async def _follow(self, name: str, known: _Known) -> None:
         asked_at = time.monotonic()
         call = self._handle.prefix_changes.remote(Route(replica_id=name), known.next_number)
         async with asyncio.timeout(_POLL_LIMIT_S):
@@ -255,7 +261,8 @@ class RayEngines:
         known.expected.forget_before(asked_at)
         known.next_number, known.num_unanswered = log.next_number, 0
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 from array import array
 from itertools import count
@@ -244,6 +245,40 @@ def test_the_replay_socket_listens_at_any_address(tmp_path: Path) -> None:
         context.destroy(linger=0)
 
 
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+NEEDS_IPV6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+
+
+@pytest.mark.parametrize(("wildcard", "here"), [("*", "127.0.0.1"), pytest.param("[::]", "[::1]", marks=NEEDS_IPV6)])
+def test_the_second_engine_has_its_own_addresses_and_rank(wildcard: str, here: str) -> None:
+    port, replay = free_port(), free_port()
+    config = KVEventsConfig(True, endpoint=f"tcp://{wildcard}:{port - 1}", replay_endpoint=f"tcp://{here}:{replay - 1}")
+    publisher = KVEventPublisher(config, block_tokens=2, rank=1)
+    context = zmq.Context()
+    try:
+        subscriber = context.socket(zmq.SUB)
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        subscriber.setsockopt(zmq.IPV6, 1)
+        subscriber.connect(f"tcp://{here}:{port}")
+        client = context.socket(zmq.DEALER)
+        client.setsockopt(zmq.IPV6, 1)
+        client.connect(f"tcp://{here}:{replay}")
+        client.send_multipart((b"", (0).to_bytes(8, "big")))
+        for parts in received(subscriber), received(client):
+            _, events, rank = msgspec.msgpack.decode(parts[2])
+            assert (events, rank) == ([{"type": "AllBlocksCleared"}], 1)
+    finally:
+        publisher.close()
+        context.destroy(linger=0)
+
+
 class Follower:
     """A subscriber that stays connected while engines come and go, and follows the numbers as vLLM's example does."""
 
@@ -357,6 +392,18 @@ def test_blocks_of_a_run_travel_in_one_event() -> None:
     assert events[0]["parent_block_hash"] is None
     assert events[0]["token_ids"] == [1, 2, 3, 4]
     assert [event["group_idx"] for event in events] == [0, 1]
+
+
+def test_blocks_name_the_media_in_them_and_the_salt() -> None:
+    media = ((1, 2, b"first"), (5, 9, b"second"))
+    units = array("I", range(8)).tobytes()
+    (whole, _) = EventMaker(2).events([PointStored(7, 8, 8, "", media, 0, 0, units)])
+    first, second = b"first".hex(), b"second".hex()
+    assert whole["extra_keys"] == [[first], [first], [second], [second]]
+    (salted, _) = EventMaker(4).events([PointStored(7, 8, 8, "tenant", media[1:], 0, 0, units)])
+    (salt,), also = salted["extra_keys"]
+    assert also == [salt, second]
+    assert "tenant" not in salt
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 
 from culet.cache.arena import Arena
-from culet.cache.content import PrefixContent
+from culet.cache.changes import PointStored
+from culet.cache.content import UNIT, PrefixContent
 from culet.cache.mirror import Overlap, PrefixMirror
 from culet.cache.prefix import PrefixCache
-from culet.config import Config, ModelConfig
+from culet.config import Config, ModelConfig, ParallelConfig
 from culet.errors import ConfigError
 from culet.scheduler.stats import Counters, SchedulerStats
 from culet.serve.engines.placement import environments, visible_gpus
 from culet.serve.engines.routing import Candidate, ranked
 from culet.serve.engines.totals import total
 from culet.serve.process.wire import Stats
-from culet.types import PageTable
+from culet.types import MediaSpan, PageTable
 from tests.engine.scheduler.drive import make_layout
 
 
@@ -33,11 +34,15 @@ def test_a_prefix_wins_over_a_little_load() -> None:
 def test_a_prefix_does_not_win_over_an_idle_engine_if_its_own_has_a_long_queue() -> None:
     assert best(Candidate(0, 16, Overlap()), Candidate(40, 16, Overlap(80))) == 0
     assert best(Candidate(0, 16, Overlap()), Candidate(5, 16, Overlap(80))) == 0
+    assert best(Candidate(0, 64, Overlap()), Candidate(16, 64, Overlap(80))) == 1  # a quarter of its slots
+    assert best(Candidate(0, 64, Overlap()), Candidate(17, 64, Overlap(80))) == 0
 
 
 def test_a_request_does_not_wait_for_a_prefix_if_another_engine_has_room() -> None:
     assert best(Candidate(13, 16, Overlap()), Candidate(16, 16, Overlap(80))) == 0
     assert best(Candidate(16, 16, Overlap()), Candidate(17, 16, Overlap(80))) == 1  # it waits everywhere
+    assert best(Candidate(11, 16, Overlap()), Candidate(13, 16, Overlap(80)), num_new=4) == 0  # all samples count
+    assert best(Candidate(13, 16, Overlap()), Candidate(14, 16, Overlap(80)), num_new=4) == 1
 
 
 def test_the_longer_prefix_wins_then_the_known_pages_then_the_load() -> None:
@@ -90,7 +95,10 @@ def test_the_router_knows_what_the_cache_knows() -> None:
             arena.give_back(table.pages)
         mirror.apply(cache.drain_changes())
         if step == 700:
-            late.apply(mirror.snapshot())
+            snapshot = mirror.snapshot()
+            late.apply(snapshot)
+            num_sent, num_whole = (sum(lens) for lens in zip(*((len(p.rest), UNIT * p.length) for p in snapshot), strict=True))
+            assert num_sent < 0.8 * num_whole, "points share beginnings"
             assert late.find(tokens, PrefixContent(salt)) == mirror.find(tokens, PrefixContent(salt))
     assert num_hits > 500
     assert num_parted > 100
@@ -101,6 +109,17 @@ def test_the_router_knows_what_the_cache_knows() -> None:
     assert mirror.find([1, 0, 1], PrefixContent()) == Overlap()
 
 
+def test_the_router_compares_media() -> None:
+    """A prompt resumes after an image only if it has the same one."""
+    spans = [MediaSpan(20, 10, key) for key in (b"a", b"b")]
+    units = PrefixContent("", spans[:1]).upto(list(range(40)), 40)
+    mirror = PrefixMirror()
+    mirror.apply([PointStored(1, 40, 0, "", ((20, 10, b"a"),), 0, 0, bytes(units))])
+    prompt = [*range(40), 50]
+    assert mirror.find(prompt, PrefixContent("", spans[:1])) == Overlap(40, 40)
+    assert mirror.find(prompt, PrefixContent("", spans[1:])) == Overlap(20, 20)
+
+
 def test_each_engine_gets_its_gpus() -> None:
     config = Config()
     assert environments(config, 1, {}) == [{}]
@@ -108,6 +127,13 @@ def test_each_engine_gets_its_gpus() -> None:
         {"CUDA_VISIBLE_DEVICES": "4"},
         {"CUDA_VISIBLE_DEVICES": "GPU-9"},
     ]
+    pairs = Config(parallel=ParallelConfig(tensor_parallel_size=2))
+    assert environments(pairs, 2, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) == [
+        {"CUDA_VISIBLE_DEVICES": "4,5"},
+        {"CUDA_VISIBLE_DEVICES": "6,7"},
+    ]
+    with pytest.raises(ConfigError, match="2 engines with 2 GPUs each need 4 GPUs, but 3 were found"):
+        environments(pairs, 2, {"CUDA_VISIBLE_DEVICES": "4,5,6"})
     with pytest.raises(ConfigError, match="need 4 GPUs, but 3 were found"):
         environments(config, 4, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
     with pytest.raises(ConfigError, match="names a single GPU"):
