@@ -98,8 +98,8 @@ def route_of(tokens: int, **extra: object) -> Launch:
     return route.describe_route(meta(tokens, 2816), floats(128, 2816), floats(128), out, EPS, **extra)[-1]
 
 
-# Kernels with tensor cores or large tiles: always compiled for Hopper and for an architecture with little shared memory. The others
-# take turns.
+# Kernels with tensor cores or large tiles: always compiled for Hopper and for an architecture with little shared memory. The
+# other architectures take turns.
 TILED: dict[str, Callable[..., Launch]] = {
     "linear 32 tokens": lambda **extra: linear_of(32, 5376, 21504, PLAIN, **extra),
     "gated 16 tokens": lambda **extra: linear_of(16, 21504, 5376, GATED, **extra),
