@@ -1,0 +1,339 @@
+"""Time the layers of a model without their attention, and search for tiles of linear layers that make them faster.
+
+    python benchmarks/kernels_layers.py [--models 31B,E4B] [--formats bf16,fp8,int4] [--tokens 1,8,32] [--search] [--json PATH]
+
+The layers of a model with fewer layers run in one CUDA graph, as in a decode step, with a norm in place of attention. A kernel
+that is fast alone may slow down its neighbours: programs of the next kernel start early and share the multiprocessors. So tiles
+are compared by the time of whole layers.
+
+`--search` tries other tiles for one linear layer after the other, from the one with the most bytes on, and keeps those that are
+faster. It prints the best of each linear layer, and at the end the layers with all chosen tiles in turns with those of today.
+Outputs are compared with those of today's tiles. Times are medians of graph replays in microseconds per layer. `floor` is the
+time to read the weights at 4.2 TB/s; of experts, it counts those that the tokens choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from culet.kernels.captures import Captures
+from culet.kernels.compiling import compile_ahead, use_disk_cache
+from culet.kernels.replay import replayed
+from culet.kernels.triton.linear import few_tokens
+from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, MAX_TOKENS, PLAIN, Tile
+from culet.kernels.triton.quantised import hopper_stream, linear
+from culet.kernels.triton.quantised.packed import PackedMatrix
+from culet.kernels.triton.quantised.tiles import Product, has_stream_groups
+from culet.kernels.triton.quantised.unpack import FP8, INT8
+from culet.models.checkpoint import open_checkpoint
+from culet.models.gemma4 import Gemma4
+from culet.models.random_checkpoint import random_name
+from culet.models.weights import load_model
+
+BANDWIDTH = 4.2e12  # bytes/s that an H200 moves
+MULTIPROCESSORS = 132
+NUM_LAYERS = {"E2B": 10, "E4B": 12}  # with layers that share KV; six layers of the others have both kinds
+REPLAYS = 9
+MIN_GAIN = 0.998  # a tile must be faster than this share of the time before
+MAX_DIFFERENCE = 0.02  # of outputs, ||a - b|| / ||b||. Another order of sums changes about 3e-3 of bfloat16 values.
+EPILOGUES = {PLAIN: "", GATED: "gated", GELU_TIMES: "gelu"}
+
+
+@dataclass(frozen=True, order=True)
+class Op:
+    """A linear layer of some shape. `num_rows` are its outputs."""
+
+    num_rows: int
+    size_k: int
+    epilogue: int
+    format: int | None  # of quantised weights
+
+    def __str__(self) -> str:
+        return f"{self.num_rows}x{self.size_k}" + (f" {EPILOGUES.get(self.epilogue, '?')}" if self.epilogue else "")
+
+    @property
+    def num_weights(self) -> int:
+        return self.num_rows * self.size_k * (2 if self.epilogue == GATED else 1)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tile, or None for torch. `registers` per thread overrides the choice of `hopper_stream`."""
+
+    tile: Tile | None
+    registers: int | None = None
+
+    def __str__(self) -> str:
+        if self.tile is None:
+            return "torch"
+        tile = self.tile
+        text = f"{tile.kernel} {tile.block_n}x{tile.block_k} w{tile.num_warps} s{tile.num_stages} k{tile.split_k}"
+        return text + (f" r{self.registers}" if self.registers else "")
+
+
+@dataclass
+class Tiles:
+    """Decides the tile of every linear layer while `installed`. Notes those that are chosen today."""
+
+    others: dict[Op, Choice] = field(default_factory=dict)
+    today: dict[Op, tuple[Choice, PackedMatrix | None]] = field(default_factory=dict)
+    _registers: int | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        plain, quantised, registers = few_tokens._tile_for, linear._choose, hopper_stream._registers
+
+        def plain_tile(x: Tensor, weight: Tensor, num_rows: int, epilogue: int) -> Tile | None:
+            found = plain(x, weight, num_rows, epilogue)
+            return self._decide(Op(num_rows, x.shape[1], epilogue, None), found, None)
+
+        def quantised_tile(x: Tensor, matrix: PackedMatrix, product: Product) -> Tile | None:
+            found = quantised(x, matrix, product)
+            return self._decide(Op(product.num_rows, matrix.num_columns, product.epilogue, matrix.format), found, matrix)
+
+        few_tokens._tile_for, linear._choose = plain_tile, quantised_tile
+        hopper_stream._registers = lambda *facts: self._registers or registers(*facts)
+        try:
+            yield
+        finally:
+            few_tokens._tile_for, linear._choose, hopper_stream._registers = plain, quantised, registers
+
+    def _decide(self, op: Op, found: Tile | None, matrix: PackedMatrix | None) -> Tile | None:
+        self.today.setdefault(op, (Choice(found), matrix))
+        choice = self.others.get(op, Choice(found))
+        self._registers = choice.registers
+        return choice.tile
+
+
+class Layers:
+    """The layers of a model for some number of tokens."""
+
+    def __init__(self, model: Gemma4, num_tokens: int) -> None:
+        spec, device, dtype = model.spec, model.device, model.dtype
+        self.model, self.eps = model, spec.rms_eps
+        generator = torch.Generator(device=device).manual_seed(num_tokens)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+        self.x_TD = draw(num_tokens, spec.hidden_size)
+        self.heads = [draw(num_tokens, layer.num_heads * layer.head_dim) for layer in spec.layers]
+        self.ones = [torch.ones(heads.shape[1], device=device) for heads in self.heads]
+        self.ple = draw(num_tokens, len(spec.layers), spec.ple_dim) if spec.ple_dim else None
+
+    def run(self) -> Tensor:
+        """Return the stream after the last layer's norm."""
+        x, ops = self.x_TD, self.model.ops
+        normed = ops.rms_norm(x, self.model._layers[0].input_norm, self.eps)
+        for index, layer in enumerate(self.model._layers):
+            layer.attention.qkv.linear_parts(normed)
+            heads = ops.rms_norm(self.heads[index], self.ones[index], self.eps)
+            x, normed = layer.finish(x, heads, None if self.ple is None else self.ple[:, index], self.model._next_norm(index))
+        return normed
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.heads)
+
+
+class Timer:
+    """Times the layers in graphs, with a choice of tiles."""
+
+    def __init__(self, layers: Layers, tiles: Tiles) -> None:
+        self.layers, self.tiles = layers, tiles
+
+    def graph(self, others: dict[Op, Choice]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        self.tiles.others = others
+        with self.tiles.installed(), replayed():
+            graph, out = Captures(self.layers.model.device).capture(self.layers.run)
+        graph.replay()
+        return graph, out.clone()
+
+    def replay_us(self, graph: torch.cuda.CUDAGraph, replays: int = REPLAYS) -> float:
+        """Return the median microseconds of a layer."""
+        times = []
+        for _ in range(replays):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / self.layers.num_layers)
+        return statistics.median(times)
+
+
+def divisors(count: int, most: int) -> list[int]:
+    return [parts for parts in range(1, most + 1) if count % parts == 0]
+
+
+def candidates(op: Op, num_tokens: int, matrix: PackedMatrix | None) -> Iterator[Choice]:
+    """Yield the tiles worth trying: those that give every multiprocessor something to do, and are not cut too finely."""
+
+    def splits(block_n: int, block_k: int, most: int) -> list[int]:
+        programs, steps = -(-op.num_rows // block_n), op.size_k // block_k
+        parts = divisors(steps, most) if op.size_k % block_k == 0 else []
+        useful = [count for count in parts if 0.6 * MULTIPROCESSORS <= programs * count <= 6 * MULTIPROCESSORS]
+        return useful or ([1] if parts and programs > MULTIPROCESSORS else [])
+
+    if op.format is None:
+        yield from _plain_candidates(op, num_tokens, splits)
+        return
+    assert matrix is not None
+    is_wide = op.format in (FP8, INT8)
+    if num_tokens <= 8 and has_stream_groups(matrix):
+        for block_n, some_stages in ((32, (3,)), (64, (2, 4, 6))):
+            for split in splits(block_n, 256, 6):
+                for stages in some_stages:
+                    yield Choice(Tile("bits", block_n, 256, 4, stages, split))
+    if num_tokens <= MAX_TOKENS and (is_wide or has_stream_groups(matrix)):
+        block_k = 128 if is_wide else 256
+        for block_n in (64,) if num_tokens <= 8 else (64, 128):
+            for split in splits(block_n, block_k, 6):
+                for stages in (3, 5):
+                    for registers in (64, 96, 128):
+                        yield Choice(Tile("stream", block_n, block_k, 4, stages, split), registers)
+    if num_tokens <= 16 and op.num_weights < 60e6:
+        for block_k in (128, 256):
+            for split in splits(64, block_k, 16):
+                yield Choice(Tile("warps", 64, block_k, 4, 1, split))
+
+
+def _plain_candidates(op: Op, num_tokens: int, splits: Callable[[int, int, int], list[int]]) -> Iterator[Choice]:
+    if num_tokens <= 2:
+        for block_n in (2, 4, 8):
+            for block_k in (512, 1024):
+                yield Choice(Tile("rows", block_n, block_k))
+    if op.size_k % 64 or num_tokens > MAX_TOKENS:
+        return
+    for block_n, block_k in ((32, 128), (64, 128), (64, 64)):
+        for split in splits(block_n, block_k, 8):
+            for stages in (3, 5):
+                yield Choice(Tile("tiles", block_n, block_k, 4, stages, split))
+                if block_n == 64:  # the fewest rows of `hopper_stream`
+                    yield Choice(Tile("stream", block_n, block_k, 4, stages, split))
+
+
+def search(timer: Timer, num_tokens: int, report: Callable[..., None]) -> dict[Op, Choice]:
+    """Return the tiles that make the layers faster than today's."""
+    chosen: dict[Op, Choice] = {}
+    graph, today = timer.graph(chosen)
+    best_us = timer.replay_us(graph)
+    for op in sorted(timer.tiles.today, key=lambda op: -op.num_weights):
+        before, matrix = timer.tiles.today[op]
+        found: list[tuple[float, Choice]] = [(best_us, before)]
+        for choice in candidates(op, num_tokens, matrix):
+            try:
+                graph, out = timer.graph({**chosen, op: choice})
+            except Exception as error:  # a tile that the kernel refuses, or that does not fit
+                report("refused", op=str(op), choice=str(choice), error=str(error)[:80])
+                continue
+            difference = float((out.float() - today.float()).norm() / today.float().norm())
+            if difference > MAX_DIFFERENCE:
+                report("WRONG", op=str(op), choice=str(choice), difference=difference)
+                continue
+            found.append((timer.replay_us(graph), choice))
+        found.sort(key=lambda pair: pair[0])
+        for us, choice in found[:4]:
+            mark = " (today)" if choice == before else ""
+            report("tile", op=str(op), choice=f"{choice}{mark}", us=us, today=best_us)
+        us, choice = found[0]
+        if us < MIN_GAIN * best_us:
+            chosen[op], best_us = choice, us
+    return chosen
+
+
+def compile_all(timer: Timer, num_tokens: int) -> None:
+    """Compile the kernels of all candidates, several at a time."""
+    with compile_ahead(), replayed():
+        with timer.tiles.installed():
+            timer.layers.run()
+        for op, (_, matrix) in list(timer.tiles.today.items()):
+            for choice in candidates(op, num_tokens, matrix):
+                timer.tiles.others = {op: choice}
+                try:
+                    with timer.tiles.installed():
+                        timer.layers.run()
+                except Exception:  # reported by the search
+                    continue
+    timer.tiles.others = {}
+
+
+def floor_us(model: Gemma4, num_tokens: int) -> float:
+    """Return the microseconds to read a layer's weights, of experts only those that random tokens choose."""
+    total = 0.0
+    for layer in model._layers:
+        for name, module in layer.named_modules():
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            size = sum(tensor.numel() * tensor.element_size() for tensor in own)
+            moe = model.spec.moe
+            if moe is not None and name.startswith("experts.stack"):
+                size *= 1 - (1 - moe.top_k / moe.num_experts) ** num_tokens
+            total += size
+    return total / BANDWIDTH * 1e6 / len(model._layers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="31B,12B,26B-A4B,E4B,E2B")
+    parser.add_argument("--formats", default="bf16,fp8,int4")
+    parser.add_argument("--tokens", default="1,8,32")
+    parser.add_argument("--search", action="store_true", help="try other tiles")
+    parser.add_argument("--device", default="cuda", help="cpu runs the layers once, which checks this script")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device, results = torch.device(options.device), []
+    if device.type == "cuda":
+        use_disk_cache()
+
+    def report(kind: str, **facts: Any) -> None:
+        results.append({"kind": kind, **facts})
+        if kind != "refused":
+            shown = "  ".join(f"{value:8.2f} {key}" if isinstance(value, float) else str(value) for key, value in facts.items())
+            print(f"{kind:6s} {shown}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1))
+
+    for model_name in options.models.split(","):
+        for format_name in options.formats.split(","):
+            name = random_name(model_name, num_layers=NUM_LAYERS.get(model_name, 6))
+            rounding = {} if format_name == "bf16" else {"quantization": format_name}
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+            model = load_model(open_checkpoint(name), dtype=dtype, device=device, progress=False, **rounding)
+            for num_tokens in map(int, options.tokens.split(",")):
+                label = f"{model_name} {format_name} {num_tokens}"
+                with torch.inference_mode():
+                    measure(model, num_tokens, label, is_search=options.search, report=report)
+            del model
+
+
+def measure(model: Gemma4, num_tokens: int, label: str, *, is_search: bool, report: Callable[..., None]) -> None:
+    """Report the time of the layers with today's tiles, and with those that a search finds."""
+    timer = Timer(Layers(model, num_tokens), Tiles())
+    if model.device.type == "cpu":
+        with timer.tiles.installed() if is_search else nullcontext():
+            report("ran", label=label, norm=float(timer.layers.run().norm()))
+        return
+    if is_search:
+        compile_all(timer, num_tokens)
+    chosen = search(timer, num_tokens, lambda kind, **facts: report(kind, label=label, **facts)) if is_search else {}
+    graphs = [timer.graph({})[0], timer.graph(chosen)[0]] if chosen else [timer.graph({})[0]]
+    turns = [[timer.replay_us(graph) for graph in graphs] for _ in range(5)]  # in turns, so that clocks affect both
+    today, *found = (statistics.median(times) for times in zip(*turns, strict=True))
+    extra = {"us_with_chosen_tiles": found[0]} if found else {}
+    report("layer", label=label, us_per_layer=today, floor=floor_us(model, num_tokens), **extra)
+    for op, choice in chosen.items():
+        report("chosen", label=label, op=str(op), choice=str(choice), today=str(timer.tiles.today[op][0]))
+
+
+if __name__ == "__main__":
+    main()
