@@ -112,8 +112,9 @@ class Engines:
 
     @property
     def stats(self) -> Stats | None:
-        """The sum of the latest reports."""
-        return total([engine.stats for engine in self.parts if engine.stats is not None])
+        """The sum of the latest reports of engines that live."""
+        alive = [engine for engine in self.parts if engine.state is not State.DEAD]
+        return total([engine.stats for engine in alive if engine.stats is not None])
 
     @property
     def num_in_flight(self) -> int:
@@ -131,13 +132,14 @@ class Engines:
         return sum(each.max_num_seqs + each.max_queue_len for each in facts if each is not None)
 
     async def start(self) -> None:
-        """Start all engines and wait until they are ready. Raise if one fails."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_outcome(engine)) for engine in self.parts]
-        errors = [task.result() for task in tasks if task.result() is not None]
-        if errors:
-            assert errors[0] is not None
-            raise errors[0]
+        """Start all engines and wait until they are ready. Raise as soon as one fails. Call `stop` then, to end the others."""
+        tasks = [asyncio.ensure_future(engine.start()) for engine in self.parts]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self) -> None:
         """End all engine processes."""
@@ -188,15 +190,6 @@ class Engines:
         ready = [part for part in left if part.is_ready]
         for stream in engine.client.give_away():
             (self._choose(ready, stream.request) if ready else left[0]).client.take(stream)
-
-
-async def _outcome(engine: SupervisedEngine) -> CuletError | None:
-    """Start an engine. Return the error if it fails, so that the others are not cancelled in the middle of their start."""
-    try:
-        await engine.start()
-    except CuletError as error:
-        return error
-    return None
 
 
 def unavailable(engines: EngineSource) -> CuletError:

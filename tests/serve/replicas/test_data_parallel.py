@@ -141,6 +141,7 @@ def test_other_engines_answer_what_a_given_up_engine_leaves(scripted: Callable[.
         assert [engine["state"] == "ready" for engine in server.stats()["engines"]] == [rank == 1, rank == 0]
         assert "goes on with 1 of 2 engines" in server.log()
         assert server.http.post("/v1/completions", json=body).json()["choices"] == expected
+        wait_for(server.is_at_rest, what="totals without the engine that is gone")
 
 
 def test_an_engine_that_hangs_gets_no_new_requests(scripted: Callable[..., Running]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
 from typing import Any
 
 import pytest
@@ -60,3 +62,30 @@ def test_requests_that_come_while_the_process_starts_are_kept(monkeypatch: pytes
     finally:
         os.close(held[0])
     assert (previous.num_in_flight, client.num_in_flight, client.num_samples) == (0, 2, 2)
+
+
+def test_a_process_that_loads_is_ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads no commands, so nobody waits until it obeys. Its end is no death that leads to a restart."""
+    held: list[int] = []
+    deaths: list[int] = []
+
+    def run(name: str, descriptor: int, environment: object) -> subprocess.Popen[bytes]:
+        held.append(os.dup(descriptor))
+        return subprocess.Popen(["sleep", "600"])
+
+    monkeypatch.setattr(module, "start_bound_process", run)
+    monkeypatch.setattr(module, "_STOP_LIMIT_S", 40.0)
+
+    async def start_and_stop() -> int:
+        client = await EngineClient.start(Start(Config()))
+        client.on_death = lambda: deaths.append(1)
+        code = await asyncio.wait_for(client.stop(), 30)
+        while client.state is not State.DEAD:  # the connection is closed
+            await asyncio.sleep(0.01)
+        return code
+
+    try:
+        assert asyncio.run(start_and_stop()) == -signal.SIGKILL
+        assert not deaths
+    finally:
+        os.close(held[0])
