@@ -16,9 +16,11 @@ from culet.serve.engines import supervised as module
 from culet.serve.engines.group import Engines
 from culet.serve.engines.supervised import SupervisedEngine
 from culet.serve.process.client import EngineClient, State
-from culet.serve.process.wire import Start
+from culet.serve.process.wire import Ready, Start
+from culet.types import ModelDefaults
 from tests.engine.scheduler.drive import make_request
 
+READY = Ready(99, ModelDefaults(), 512, 512, 4, 8, "cpu", "float32", 9, 9, 9)
 POINT = PointStored(1, 2, 2, "", (), 0, 0, bytes(2 * UNIT))
 
 
@@ -29,10 +31,11 @@ class MadeUpProcess(EngineClient):
         super().__init__()
         self.hangs, self.is_killed = hangs, False
 
-    async def wait_ready(self) -> Any:
+    async def wait_ready(self) -> Ready:
         if self.hangs:
             await asyncio.Event().wait()
-        self.state = State.READY
+        self.state, self.facts = State.READY, READY
+        return READY
 
     async def stop(self) -> int:
         return 0
@@ -44,13 +47,19 @@ class MadeUpProcess(EngineClient):
         self.connection_lost(None)
 
 
+class Made(list[MadeUpProcess]):
+    """The processes that were made, oldest first."""
+
+    num_well = 1  # those after the first ones hang
+
+
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[MadeUpProcess]:
-    """The processes that were made, oldest first. All but the first hang. Restarts do not wait."""
-    processes: list[MadeUpProcess] = []
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """The processes that engines start from now on. Restarts do not wait."""
+    processes = Made()
 
     async def start(*arguments: Any, **options: Any) -> MadeUpProcess:
-        processes.append(MadeUpProcess(hangs=bool(processes)))
+        processes.append(MadeUpProcess(hangs=len(processes) >= processes.num_well))
         return processes[-1]
 
     monkeypatch.setattr(module.EngineClient, "start", start)
@@ -76,7 +85,7 @@ def test_one_engine_that_fails_ends_the_start(monkeypatch: pytest.MonkeyPatch) -
         asyncio.run(asyncio.wait_for(engines.start(), 60))
 
 
-def test_a_restart_that_hangs_is_noticed(made: list[MadeUpProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_that_hangs_is_noticed(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process is ended, and the next one is started, until there are too many."""
     monkeypatch.setattr(module, "_LEAST_START_LIMIT_S", 0.01)
     monkeypatch.setattr(module, "_START_FACTOR", 0)
@@ -94,7 +103,7 @@ def test_a_restart_that_hangs_is_noticed(made: list[MadeUpProcess], monkeypatch:
     assert [process.is_killed for process in made] == [False, True, True]
 
 
-def test_nobody_looks_for_the_cache_of_an_engine_that_died(made: list[MadeUpProcess]) -> None:
+def test_nobody_looks_for_the_cache_of_an_engine_that_died(made: Made) -> None:
     """Its process is gone, and the next one begins with an empty cache, and with the numbers of its resume points."""
 
     async def run() -> None:
@@ -113,7 +122,7 @@ def test_nobody_looks_for_the_cache_of_an_engine_that_died(made: list[MadeUpProc
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_an_engine_that_dies_while_the_server_drains_is_not_restarted(made: list[MadeUpProcess]) -> None:
+def test_an_engine_that_dies_while_the_server_drains_is_not_restarted(made: Made) -> None:
     """Its requests get an error at once."""
 
     async def run() -> None:
@@ -126,5 +135,47 @@ def test_an_engine_that_dies_while_the_server_drains_is_not_restarted(made: list
             await anext(stream)
         await asyncio.sleep(0.1)
         assert engine.num_restarts == 0
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_idle_engines_take_turns(made: Made) -> None:
+    made.num_well = 2
+
+    async def run() -> list[int]:
+        engines = Engines(Config(), ServeConfig(data_parallel_size=2), Limits())
+        await engines.start()
+        chosen = []
+        for number in range(4):
+            stream = engines.submit(make_request(str(number), [5, 6]))
+            chosen.append([engine.num_in_flight for engine in engines.parts].index(1))
+            stream.close()
+        return chosen
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == [0, 1, 0, 1]
+
+
+def test_requests_of_a_given_up_engine_wait_for_one_that_restarts(made: Made) -> None:
+    """No engine is ready, but one will be."""
+    made.num_well = 2
+    errors: list[CuletError] = []
+
+    async def run() -> None:
+        engines = Engines(Config(), ServeConfig(data_parallel_size=2), Limits())
+        engines.on_exit = errors.append
+        await engines.start()
+        first, second = engines.parts
+        stream = second.client.submit(make_request("a", [5, 6]))
+        assert engines.capacity == 2 * (READY.max_num_seqs + READY.max_queue_len)
+        made[0].die()
+        assert engines.capacity == READY.max_num_seqs + READY.max_queue_len
+        second.is_given_up = True
+        second.on_give_up(WorkerDied("it died too often"))
+        assert (first.num_in_flight, second.num_in_flight, stream.is_done) == (1, 0, False)
+        assert errors == []
+        first.is_given_up = True
+        first.on_give_up(WorkerDied("this one, too"))
+        assert [error.message for error in errors] == ["this one, too"]
+        await engines.stop()
 
     asyncio.run(asyncio.wait_for(run(), 60))

@@ -12,10 +12,14 @@ import pytest
 
 from culet.config import Config
 from culet.errors import WorkerDied
+from culet.frames import frame
 from culet.serve.process import client as module
 from culet.serve.process.client import EngineClient, State, TokenStream
-from culet.serve.process.wire import Start
+from culet.serve.process.wire import Ready, Start
+from culet.types import FinishReason, ModelDefaults, TokenDelta
 from tests.engine.scheduler.drive import make_request
+
+READY = Ready(99, ModelDefaults(), 512, 512, 4, 8, "cpu", "float32", 9, 9, 9)
 
 
 def dead_client(*request_ids: str) -> EngineClient:
@@ -89,3 +93,51 @@ def test_a_process_that_loads_is_ended_at_once(monkeypatch: pytest.MonkeyPatch) 
         assert not deaths
     finally:
         os.close(held[0])
+
+
+def test_only_requests_that_are_not_done_start_over() -> None:
+    """A whole answer that nobody has read yet is kept, and a client that has left costs the next engine nothing."""
+
+    async def run() -> None:
+        first, second = EngineClient(), EngineClient()
+        first.state = State.READY
+        done, left, seen = (first.submit(make_request(name, [5, 6])) for name in ("done", "left", "seen"))
+        begun = first.submit(make_request("begun", [5, 6], n=2))
+        done.put(TokenDelta("done", 0, (7,), finish_reason=FinishReason.STOP))
+        for stream in (begun, left, seen):
+            stream.put(TokenDelta(stream.request.request_id, 0, (8,)))
+        begun.put(TokenDelta("begun", 1, (8,), finish_reason=FinishReason.STOP))
+        seen.is_seen = True
+        first.connection_lost(None)
+        assert [stream.num_starts for stream in (done, begun)] == [0, 1]
+        assert [[delta.token_ids for delta in deltas] async for deltas in done] == [[(7,)]]
+        with pytest.raises(WorkerDied):
+            [deltas async for deltas in seen]
+        waiting = first.give_away()
+        assert waiting == [left, begun]
+        for stream in waiting:
+            second.take(stream)
+        left.cancel()
+        second.data_received(bytes(frame(READY)))
+        assert [stream.num_submits for stream in (done, begun, left, seen)] == [1, 2, 1, 1]
+        for sample in range(2):
+            assert not begun.is_done
+            begun.put(TokenDelta("begun", sample, (9,), finish_reason=FinishReason.STOP))
+        assert [[delta.token_ids for delta in deltas] async for deltas in begun] == [[(9,), (9,)]]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_request_that_saw_three_engines_die_is_given_up() -> None:
+    """It may be the cause. Requests that no engine has begun yet go on waiting."""
+    stream, late = (TokenStream(EngineClient(), make_request(name, [5, 6])) for name in ("a", "late"))
+    for number in range(3):
+        assert not stream.is_done
+        client = EngineClient()
+        client.state = State.READY
+        client.take(stream)
+        if number == 2:
+            client.take(late)
+        client.connection_lost(None)
+    assert stream.is_done
+    assert not late.is_done
