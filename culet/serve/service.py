@@ -206,7 +206,7 @@ class Service:
 
     @property
     def health(self) -> str:
-        """`ok`, or why no engine answers requests: they are `loading`, `restarting` after their death, or `stuck`."""
+        """`ok`, or why no engine answers requests: `loading`, `restarting` after its death, `stuck`, or `given up`."""
         health = self.engines.health
         return "loading" if health == "ok" and self._rules is None else health
 

@@ -94,7 +94,7 @@ class Engines:
     def health(self) -> str:
         """`ok` if any engine is, otherwise what most delays the next answer."""
         kinds = {engine.health for engine in self.parts}
-        return next(kind for kind in ("ok", "loading", "restarting", "stuck") if kind in kinds)
+        return next(kind for kind in ("ok", "loading", "restarting", "stuck", "given up") if kind in kinds)
 
     @property
     def is_draining(self) -> bool:
@@ -196,4 +196,6 @@ def unavailable(engines: EngineSource) -> CuletError:
     """Return the error for a request that no engine can take now."""
     if engines.health == "restarting":
         return WorkerDied("the engine died and is being restarted", hint="try again later")
+    if engines.health == "given up":
+        return WorkerDied("the engine died and is not restarted any more", hint="use another replica")
     return WorkerDied("the model is still loading", hint="try again later")

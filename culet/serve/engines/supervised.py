@@ -77,7 +77,9 @@ class SupervisedEngine:
 
     @property
     def health(self) -> str:
-        """`ok`, or why the engine answers no requests: it is `loading`, `restarting` after its death, or `stuck`."""
+        """`ok`, or why the engine answers no requests: `loading`, `restarting` after its death, `stuck`, or `given up`."""
+        if self.is_given_up:
+            return "given up"
         if not self.is_ready:
             return "restarting" if self.state is State.DEAD or self.num_restarts else "loading"
         return "stuck" if self.silent_s > self._limits.step_s else "ok"

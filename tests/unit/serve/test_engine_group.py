@@ -13,7 +13,7 @@ from culet.config import Config, ServeConfig
 from culet.errors import ConfigError, CuletError, WorkerDied
 from culet.limits import Limits
 from culet.serve.engines import supervised as module
-from culet.serve.engines.group import Engines
+from culet.serve.engines.group import Engines, unavailable
 from culet.serve.engines.supervised import SupervisedEngine
 from culet.serve.process.client import EngineClient, State
 from culet.serve.process.wire import Ready, Start
@@ -173,7 +173,9 @@ def test_requests_of_a_given_up_engine_wait_for_one_that_restarts(made: Made) ->
         second.on_give_up(WorkerDied("it died too often"))
         assert (first.num_in_flight, second.num_in_flight, stream.is_done) == (1, 0, False)
         assert errors == []
+        assert (second.health, engines.health) == ("given up", "restarting")
         first.is_given_up = True
+        assert unavailable(engines).message == "the engine died and is not restarted any more"
         first.on_give_up(WorkerDied("this one, too"))
         assert [error.message for error in errors] == ["this one, too"]
         await engines.stop()

@@ -138,6 +138,17 @@ def test_an_engine_beyond_repair_ends(opened: list[OtherEnd], errors: list[Excep
     assert end.code == 2
 
 
+def test_failures_with_tokens_in_between_do_not_add_up(opened: list[OtherEnd]) -> None:
+    """Each cost its own requests, and the engine works."""
+    end = OtherEnd(BrittleEngine([RuntimeError("broken"), None] * 5))
+    opened.append(end)
+    for number in range(10):
+        end.send(Submit(make_request(str(number), max_tokens=1)))
+        answer = end.next()
+        assert isinstance(answer, Deltas)
+        assert answer.deltas[0].finish_reason is (FinishReason.LENGTH if number % 2 else FinishReason.ERROR)
+
+
 def test_a_rank_that_dies_while_the_engine_is_idle(opened: list[OtherEnd]) -> None:
     """Nobody has to ask for it to be noticed."""
     rank, connection = socket.socketpair()
