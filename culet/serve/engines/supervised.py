@@ -124,6 +124,7 @@ class SupervisedEngine:
         """Restart the engine, up to the configured number of times within the window, then give up."""
         limit, window_s = self._settings.max_engine_restarts, self._settings.engine_restart_window
         while True:
+            await self.client.stop()  # ends a process that hangs, and leaves no zombie
             now = time.monotonic()
             while self._restarted_at and now - self._restarted_at[0] > window_s:
                 self._restarted_at.popleft()
@@ -134,14 +135,12 @@ class SupervisedEngine:
             self.num_restarts += 1
             count, kept = len(self._restarted_at), self.client.num_in_flight
             logger.warning("restarting %s in %g s (%d of %d, %d requests are kept)", self.name, pause_s, count, limit, kept)
-            await self.client.stop()  # reap the process
             await asyncio.sleep(pause_s)
             start_limit_s = max(_LEAST_START_LIMIT_S, _START_FACTOR * self._start_s)
             try:
                 async with asyncio.timeout(start_limit_s):
                     await self.start()
             except TimeoutError:
-                self.client.kill()
                 error = WorkerDied(f"the engine was not ready after {start_limit_s:.0f} s", hint="see the log for the reason")
             except CuletError as failure:
                 error = failure

@@ -29,7 +29,7 @@ class MadeUpProcess(EngineClient):
 
     def __init__(self, *, hangs: bool) -> None:
         super().__init__()
-        self.hangs, self.is_killed = hangs, False
+        self.hangs, self.is_stopped = hangs, False
 
     async def wait_ready(self) -> Ready:
         if self.hangs:
@@ -38,10 +38,8 @@ class MadeUpProcess(EngineClient):
         return READY
 
     async def stop(self) -> int:
+        self.is_stopped = True
         return 0
-
-    def kill(self) -> None:
-        self.is_killed = True
 
     def die(self) -> None:
         self.connection_lost(None)
@@ -100,7 +98,7 @@ def test_a_restart_that_hangs_is_noticed(made: Made, monkeypatch: pytest.MonkeyP
 
     error = asyncio.run(run())
     assert error.message == "the engine was not ready after 0 s"
-    assert [process.is_killed for process in made] == [False, True, True]
+    assert [process.is_stopped for process in made] == [True] * 3
 
 
 def test_nobody_looks_for_the_cache_of_an_engine_that_died(made: Made) -> None:
