@@ -153,6 +153,7 @@ def test_sigterm_lets_requests_finish(scripted: Callable[..., Running], encode: 
         assert late.status_code == 503
         assert "retry-after" in late.headers
         assert "shutting down" in late.text
+        assert 'culet:engine_up{model_name="gemma"} 0.0' in server.http.get("/metrics").text
         answer = running.result(240)
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] == 30

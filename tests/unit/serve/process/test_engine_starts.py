@@ -141,3 +141,14 @@ def test_a_request_that_saw_three_engines_die_is_given_up() -> None:
         client.connection_lost(None)
     assert stream.is_done
     assert not late.is_done
+
+
+def test_a_process_that_sends_nonsense_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests start over in the next one, like those of any process that dies."""
+    killed: list[EngineClient] = []
+    monkeypatch.setattr(EngineClient, "kill", lambda client: killed.append(client))
+    client = EngineClient()
+    client.data_received(b"\x00\x00\x00\x01\xc1")
+    assert killed == [client]
+    client.connection_lost(None)
+    assert client.death().message.startswith("cannot decode a message from the engine process")
