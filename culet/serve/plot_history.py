@@ -51,8 +51,8 @@ class PlotHistory:
         previous_at, previous = self._previous or (now, stats)
         self._previous = now, stats
         elapsed = max(now - previous_at, 1e-3)
-        if stats.num_generated_tokens < previous.num_generated_tokens:
-            previous = stats  # the engine was restarted and its counts start over
+        if stats.num_generated_tokens < previous.num_generated_tokens or stats.num_prompt_tokens < previous.num_prompt_tokens:
+            previous = stats  # an engine died, and its counts start over
         times, self._first_tokens_s = self._first_tokens_s, []
         recent = scheduler.counters.since(previous.scheduler.counters)
         self._points.append(

@@ -1,7 +1,8 @@
 """Run `culet serve`: bind the port, start the engine, serve requests and shut down cleanly.
 
 Ctrl-C and SIGTERM drain the server. `/ready` then answers 503 and new requests are refused. Running requests get time to
-finish before they are failed. A second signal stops immediately. If the engine dies too often, the server ends.
+finish before they are failed, also those that wait for an engine that is being restarted. A second signal stops immediately,
+and so does one before the model is loaded. If the engine dies too often, the server ends.
 
 If the address is shared with another process (`--reuse-port`, systemd's sockets), this server takes it over and hands it on
 without a refused connection. It accepts connections only when it is ready. When it is told to stop, it stops accepting at
@@ -163,7 +164,7 @@ class Server:
         self._uvicorn.should_exit = True
 
     def _on_signal(self, number: int) -> None:
-        if self._drain is not None or not self._service.is_ready:
+        if self._drain is not None or not self._service.has_started:
             self._uvicorn.should_exit = self._uvicorn.force_exit = True
             if self._service.is_draining:
                 self._service.engines.fail_all(_shutting_down())

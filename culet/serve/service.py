@@ -184,6 +184,11 @@ class Service:
         return self._rules
 
     @property
+    def has_started(self) -> bool:
+        """Whether the model has been loaded. The engine may have died since."""
+        return self._rules is not None
+
+    @property
     def is_ready(self) -> bool:
         """Whether requests are accepted. The model must be loaded and warm, and the server must not be shutting down."""
         return self._is_up and not self.is_draining
@@ -197,11 +202,11 @@ class Service:
 
     @property
     def _is_up(self) -> bool:
-        return self._rules is not None and self.engines.state is State.READY
+        return self.has_started and self.engines.state is State.READY
 
     @property
     def health(self) -> str:
-        """`ok`, or why no engine answers requests: they are `loading`, `restarting` after their death, or `stuck`."""
+        """`ok`, or why no engine answers requests: `loading`, `restarting` after its death, `stuck`, or `given up`."""
         health = self.engines.health
         return "loading" if health == "ok" and self._rules is None else health
 

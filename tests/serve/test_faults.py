@@ -92,10 +92,30 @@ def test_engine_is_restarted(scripted: Callable[..., Running]) -> None:
 def test_web_process_killed(scripted: Callable[..., Running]) -> None:
     """The engine does not outlive a server that was killed."""
     with scripted() as server:
-        engine = Path(f"/proc/{server.engine_id()}")
-        server.process.kill()
-        server.process.wait()
-        wait_for(lambda: not engine.exists() or "zombie" in (engine / "status").read_text(), 5, "the engine to end")
+        kill_server(server)
+
+
+def kill_server(server: Running) -> None:
+    engine = Path(f"/proc/{server.engine_id()}")
+    server.process.kill()
+    server.process.wait()
+    wait_for(lambda: not engine.exists() or "zombie" in (engine / "status").read_text(), 5, "the engine to end")
+
+
+# A process that gets this signal waits for an hour and holds Python's lock.
+HANG_AT_SIGNAL = """
+import ctypes, signal
+signal.signal(signal.SIGUSR1, lambda *_: ctypes.PyDLL(None).sleep(3600))
+"""
+
+
+def test_web_process_killed_while_the_engine_hangs(folder: Path, tmp_path: Path) -> None:
+    """No thread of the engine can notice it, so the kernel ends it. Otherwise it would keep the GPU's memory."""
+    (tmp_path / "sitecustomize.py").write_text(HANG_AT_SIGNAL)
+    with Running(folder, script={"answers": [[5]]}, environment={"PYTHONPATH": str(tmp_path)}) as server:
+        os.kill(server.engine_id(), signal.SIGUSR1)
+        time.sleep(0.2)  # nothing tells when it hangs; a late signal makes the test pass, never fail
+        kill_server(server)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -133,6 +153,7 @@ def test_sigterm_lets_requests_finish(scripted: Callable[..., Running], encode: 
         assert late.status_code == 503
         assert "retry-after" in late.headers
         assert "shutting down" in late.text
+        assert 'culet:engine_up{model_name="gemma"} 0.0' in server.http.get("/metrics").text
         answer = running.result(240)
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] == 30
@@ -146,6 +167,20 @@ def test_sigterm_does_not_wait_forever(scripted: Callable[..., Running]) -> None
             next(source)
             server.signal(signal.SIGTERM)
             assert "shutting down" in list(source)[-2]
+        assert server.wait() == 0
+
+
+def test_sigterm_while_the_engine_is_restarted(scripted: Callable[..., Running]) -> None:
+    """Requests that wait for the next engine are answered before the server ends."""
+    with scripted(step_s=0.05) as server, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.chat, ignore_eos=True, max_tokens=30)
+        wait_for(lambda: server.stats()["requests"]["in_flight"], 5, "the request")
+        os.kill(server.engine_id(), signal.SIGKILL)
+        wait_for(lambda: server.stats()["engine_restarts"], 5, "the death")
+        server.signal(signal.SIGTERM)
+        answer = waiting.result(300)
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == 30
         assert server.wait() == 0
 
 

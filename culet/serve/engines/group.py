@@ -94,7 +94,7 @@ class Engines:
     def health(self) -> str:
         """`ok` if any engine is, otherwise what most delays the next answer."""
         kinds = {engine.health for engine in self.parts}
-        return next(kind for kind in ("ok", "loading", "restarting", "stuck") if kind in kinds)
+        return next(kind for kind in ("ok", "loading", "restarting", "stuck", "given up") if kind in kinds)
 
     @property
     def is_draining(self) -> bool:
@@ -112,8 +112,9 @@ class Engines:
 
     @property
     def stats(self) -> Stats | None:
-        """The sum of the latest reports."""
-        return total([engine.stats for engine in self.parts if engine.stats is not None])
+        """The sum of the latest reports of engines that live."""
+        alive = [engine for engine in self.parts if engine.state is not State.DEAD]
+        return total([engine.stats for engine in alive if engine.stats is not None])
 
     @property
     def num_in_flight(self) -> int:
@@ -131,13 +132,14 @@ class Engines:
         return sum(each.max_num_seqs + each.max_queue_len for each in facts if each is not None)
 
     async def start(self) -> None:
-        """Start all engines and wait until they are ready. Raise if one fails."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_outcome(engine)) for engine in self.parts]
-        errors = [task.result() for task in tasks if task.result() is not None]
-        if errors:
-            assert errors[0] is not None
-            raise errors[0]
+        """Start all engines and wait until they are ready. Raise as soon as one fails. Call `stop` then, to end the others."""
+        tasks = [asyncio.ensure_future(engine.start()) for engine in self.parts]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self) -> None:
         """End all engine processes."""
@@ -190,17 +192,10 @@ class Engines:
             (self._choose(ready, stream.request) if ready else left[0]).client.take(stream)
 
 
-async def _outcome(engine: SupervisedEngine) -> CuletError | None:
-    """Start an engine. Return the error if it fails, so that the others are not cancelled in the middle of their start."""
-    try:
-        await engine.start()
-    except CuletError as error:
-        return error
-    return None
-
-
 def unavailable(engines: EngineSource) -> CuletError:
     """Return the error for a request that no engine can take now."""
     if engines.health == "restarting":
         return WorkerDied("the engine died and is being restarted", hint="try again later")
+    if engines.health == "given up":
+        return WorkerDied("the engine died and is not restarted any more", hint="use another replica")
     return WorkerDied("the model is still loading", hint="try again later")

@@ -20,6 +20,8 @@ from culet.serve.process.wire import Ready, Start, Stats
 
 _FIRST_PAUSE_S = 1.0  # before a restart; each further restart within the window waits twice as long
 _MAX_PAUSE_S = 30.0
+# An engine that loads is silent. A restart that takes this many times as long as the start before, and this long, hangs.
+_START_FACTOR, _LEAST_START_LIMIT_S = 10, 1800.0
 
 
 class SupervisedEngine:
@@ -41,6 +43,7 @@ class SupervisedEngine:
         self._client: EngineClient | None = None
         self._watchdog: watchdog.Watchdog | None = None
         self._has_been_ready = False
+        self._start_s = 0.0  # how long the latest start took
         self._restarted_at: deque[float] = deque()  # within the restart window
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -74,7 +77,9 @@ class SupervisedEngine:
 
     @property
     def health(self) -> str:
-        """`ok`, or why the engine answers no requests: it is `loading`, `restarting` after its death, or `stuck`."""
+        """`ok`, or why the engine answers no requests: `loading`, `restarting` after its death, `stuck`, or `given up`."""
+        if self.is_given_up:
+            return "given up"
         if not self.is_ready:
             return "restarting" if self.state is State.DEAD or self.num_restarts else "loading"
         return "stuck" if self.silent_s > self._limits.step_s else "ok"
@@ -86,12 +91,13 @@ class SupervisedEngine:
 
     async def start(self) -> None:
         """Start a process and wait until the model is loaded. Raise if that fails."""
+        began = time.monotonic()
         client = await EngineClient.start(self._start, environment=self._environment, previous=self._client)
         self.on_new_process()
         self._client, self._watchdog = client, None
         client.on_death, client.on_prefix_changes = self._on_death, self.on_prefix_changes
         await client.wait_ready()
-        self._has_been_ready = True
+        self._has_been_ready, self._start_s = True, time.monotonic() - began
         self._watchdog = watchdog.Watchdog(client)
         self._spawn(self._watch(client, self._watchdog))
 
@@ -118,6 +124,7 @@ class SupervisedEngine:
         """Restart the engine, up to the configured number of times within the window, then give up."""
         limit, window_s = self._settings.max_engine_restarts, self._settings.engine_restart_window
         while True:
+            await self.client.stop()  # ends a process that hangs, and leaves no zombie
             now = time.monotonic()
             while self._restarted_at and now - self._restarted_at[0] > window_s:
                 self._restarted_at.popleft()
@@ -128,16 +135,19 @@ class SupervisedEngine:
             self.num_restarts += 1
             count, kept = len(self._restarted_at), self.client.num_in_flight
             logger.warning("restarting %s in %g s (%d of %d, %d requests are kept)", self.name, pause_s, count, limit, kept)
-            await self.client.stop()  # reap the process
             await asyncio.sleep(pause_s)
+            start_limit_s = max(_LEAST_START_LIMIT_S, _START_FACTOR * self._start_s)
             try:
-                await self.start()
+                async with asyncio.timeout(start_limit_s):
+                    await self.start()
+            except TimeoutError:
+                error = WorkerDied(f"the engine was not ready after {start_limit_s:.0f} s", hint="see the log for the reason")
             except CuletError as failure:
                 error = failure
-                logger.error("%s did not start: %s", self.name, error.message)
             else:
                 logger.info("%s is ready again", self.name)
                 return
+            logger.error("%s did not start: %s", self.name, error.message)
         self.is_given_up = True
         self.on_give_up(error)  # other engines may take the requests
         self.client.fail_all(WorkerDied("the engine died and is not restarted any more", hint="use another replica"))

@@ -195,8 +195,13 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def num_in_flight(self) -> int:
-        """The number of requests that have not ended."""
+        """The number of requests that have not ended. The engine may be done with some, whose clients still read."""
         return len(self._streams)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine has something to do."""
+        return any(not stream.is_done for stream in self._streams.values())
 
     @staticmethod
     def next_id() -> str:
@@ -207,7 +212,7 @@ class EngineClient(asyncio.Protocol):
         """Send a request to the engine."""
         if self.state is not State.READY:
             raise self.death()
-        if not self._streams:
+        if not self.has_work:
             self.heard_at = time.monotonic()  # an idle engine is silent
         stream = TokenStream(self, request)
         self.take(stream)

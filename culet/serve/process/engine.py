@@ -1,7 +1,8 @@
 """The engine process. It loads the model, steps the engine while it has work, and talks to the web process between steps.
 
 Its argument is the descriptor of an inherited socket, one end of a pair. `wire.py` defines the messages. This process ignores
-SIGINT and SIGTERM, which the web process handles. It ends when it is told to, or when the other end of the socket is closed.
+SIGINT and SIGTERM, which the web process handles. It ends when it is told to, when the other end of the socket is closed, and
+with its parent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Protocol
 
 from culet.cache.changes import PrefixChange
 from culet.cache.prefix import PrefixCache
-from culet.child import end_with_connection
+from culet.child import end_with_connection, end_with_parent
 from culet.engine.requests import RequestRules
 from culet.errors import CuletError, WorkerDied, as_culet_error, error_parts, exit_code
 from culet.frames import FrameReader, frame
@@ -362,6 +363,7 @@ def main() -> None:
     """Run the engine process on the socket whose descriptor is the first argument."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    end_with_parent()  # also if it hangs, so that no thread of it can notice the end of the connection
     with suppress(KeyboardInterrupt), socket.socket(fileno=int(sys.argv[1])) as sock:
         code = serve(sock)
         flush_stderr()

@@ -15,7 +15,7 @@ class Heard(Protocol):
     heard_at: float
 
     @property
-    def num_in_flight(self) -> int: ...
+    def has_work(self) -> bool: ...
 
 
 class Watchdog:
@@ -33,6 +33,6 @@ class Watchdog:
 
     def tick(self) -> None:
         now, heard_at = self._clock(), self._engine.heard_at
-        is_silent = self._engine.num_in_flight > 0 and heard_at == self._heard_at
+        is_silent = self._engine.has_work and heard_at == self._heard_at
         self.silent_s = self.silent_s + min(now - self._ticked_at, PERIOD_S) if is_silent else 0.0
         self._heard_at, self._ticked_at = heard_at, now

@@ -241,6 +241,7 @@ def test_probes(scripted: Callable[..., Running], folder: Any) -> None:
         health = wait_for(lambda: (answer := bare.get("/health")).status_code == 503 and answer, what="the death")
         assert "restarting" in health.text
         assert "retry-after" in health.headers
+        assert "vllm:num_requests_running" not in server.http.get("/metrics").text, "nothing runs in a dead engine"
         assert bare.get("/ready").status_code == 503
         assert bare.get("/live").json() == {"status": "live"}
         wait_for(lambda: bare.get("/health").status_code == 200, 40, "the restart")

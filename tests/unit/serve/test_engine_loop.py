@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from culet.config import ScheduleConfig
+from culet.config import Config, ScheduleConfig
 from culet.errors import WorkerDied
 from culet.frames import FrameReader, frame
 from culet.media.items import MediaItem, MediaKind
 from culet.serve.process import engine as process_engine
-from culet.serve.process.engine import Channel, EngineLoop
+from culet.serve.process.engine import Channel, EngineLoop, start_engine
 from culet.serve.process.wire import (
     Command,
     Deltas,
@@ -23,6 +23,7 @@ from culet.serve.process.wire import (
     Refused,
     Report,
     Script,
+    Start,
     Stats,
     Stop,
     Submit,
@@ -138,6 +139,17 @@ def test_an_engine_beyond_repair_ends(opened: list[OtherEnd], errors: list[Excep
     assert end.code == 2
 
 
+def test_failures_with_tokens_in_between_do_not_add_up(opened: list[OtherEnd]) -> None:
+    """Each cost its own requests, and the engine works."""
+    end = OtherEnd(BrittleEngine([RuntimeError("broken"), None] * 5))
+    opened.append(end)
+    for number in range(10):
+        end.send(Submit(make_request(str(number), max_tokens=1)))
+        answer = end.next()
+        assert isinstance(answer, Deltas)
+        assert answer.deltas[0].finish_reason is (FinishReason.LENGTH if number % 2 else FinishReason.ERROR)
+
+
 def test_a_rank_that_dies_while_the_engine_is_idle(opened: list[OtherEnd]) -> None:
     """Nobody has to ask for it to be noticed."""
     rank, connection = socket.socketpair()
@@ -226,3 +238,18 @@ def test_items_belong_to_the_next_request_and_arrive_in_turns(opened: list[Other
     assert [(entry.request_id, len(entry.items)) for entry in added] == [("running", 0), ("seeing", 3), ("plain", 0)]
     assert added[1].items == items
     assert steps_before[1] - steps_before[0] > 2  # 3 MB, of which the socket gives at most 1 MB at a time
+
+
+@pytest.mark.parametrize(("step_s", "limit_s"), [(5, 60.0), (300, 300)])
+def test_ranks_that_start_may_be_silent_for_a_minute(step_s: int, limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short the limit for a step is: they import libraries."""
+    limits: list[float] = []
+
+    def make(config: Config, *, rank_limit_s: float) -> None:
+        limits.append(rank_limit_s)
+        raise WorkerDied("no rank")
+
+    monkeypatch.setattr("culet.engine.engine.Engine", make)
+    with pytest.raises(WorkerDied):
+        start_engine(Start(Config(), step_s=step_s))
+    assert limits == [limit_s]

@@ -14,7 +14,7 @@ class Clock:
         return self.now
 
 
-def stats(generated: int, *, verifies: int = 0, accepted: int = 0) -> Stats:
+def stats(generated: int, *, prompt: int | None = None, verifies: int = 0, accepted: int = 0) -> Stats:
     scheduler = SchedulerStats(
         num_running=3,
         num_waiting=1,
@@ -25,7 +25,8 @@ def stats(generated: int, *, verifies: int = 0, accepted: int = 0) -> Stats:
         num_resume_points=2,
         counters=Counters(verifies=verifies, accepted_tokens=accepted),
     )
-    return Stats(scheduler=scheduler, num_prompt_tokens=2 * generated, num_generated_tokens=generated, memory_bytes=1)
+    num_prompt = 2 * generated if prompt is None else prompt
+    return Stats(scheduler=scheduler, num_prompt_tokens=num_prompt, num_generated_tokens=generated, memory_bytes=1)
 
 
 def test_rates_cover_the_time_between_points() -> None:
@@ -52,6 +53,9 @@ def test_a_restarted_engine_gives_no_negative_rates() -> None:
     history.record(stats(5))
     assert history.since(0)[-1].output_tokens_per_s == 0
     assert history.since(0)[-1].tokens_per_verify is None
+    clock.now += 1
+    history.record(stats(9, prompt=4))  # one of several, which had generated less than the others have since
+    assert history.since(0)[-1].prompt_tokens_per_s == 0
 
 
 def test_only_new_points_are_returned_and_old_ones_are_dropped() -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from culet.serve.process.client import EngineClient, State, TokenStream
 from culet.serve.process.watchdog import PERIOD_S, Watchdog
+from culet.types import FinishReason, TokenDelta
+from tests.engine.scheduler.drive import make_request
 
 
 @dataclass
 class Engine:
     heard_at: float = 0.0
-    num_in_flight: int = 1
+    has_work: bool = True
 
 
 class Clock:
@@ -51,5 +54,22 @@ def test_a_message_ends_the_silence() -> None:
 
 def test_an_idle_engine_may_be_silent() -> None:
     clock = Clock()
-    watchdog = Watchdog(Engine(num_in_flight=0), clock)
+    watchdog = Watchdog(Engine(has_work=False), clock)
     assert tick(watchdog, clock) == 0
+
+
+def test_a_client_that_reads_slowly_is_not_the_engines_silence() -> None:
+    """The engine is done with its answer and has nothing to say, however long the client takes to read it."""
+    engine, clock = EngineClient(), Clock()
+    engine.heard_at = clock.now
+    watchdog = Watchdog(engine, clock)
+    stream = TokenStream(engine, make_request("a", [5, 6]))
+    engine.take(stream)
+    engine.state = State.READY
+    assert tick(watchdog, clock) == PERIOD_S
+    stream.put(TokenDelta("a", 0, (7,), finish_reason=FinishReason.STOP))
+    assert tick(watchdog, clock) == 0
+    engine.heard_at = clock.now = 300.0
+    tick(watchdog, clock)
+    engine.submit(make_request("b", [5, 6]))
+    assert engine.heard_at != 300.0, "an idle engine's silence does not count against the next request"
