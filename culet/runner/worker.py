@@ -210,7 +210,8 @@ class ProcessWorker:
         self._limit_s, self._build_limit_s = limit_s, build_limit_s
         with tempfile.TemporaryDirectory(prefix="culet-") as folder:
             try:
-                self._ranks += [_RankProcess(index, limit_s) for index in range(num_ranks)]
+                for index in range(num_ranks):
+                    self._ranks.append(_RankProcess(index, limit_s))  # at once, so that it is ended if the next one fails
                 for rank in self._ranks:
                     own = {"rank_index": rank.index, "meeting_file": str(Path(folder) / "ranks")} if num_ranks > 1 else {}
                     self._send(rank, frame(Build(builder, arguments | own)))

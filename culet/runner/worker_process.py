@@ -2,12 +2,15 @@
 
 The main thread launches plans as they arrive. A second thread waits for their results and sends them, so that a plan that
 arrives in the meantime is launched at once. While the Runner is being built, another thread sends signs of life.
+
+Like the engine process, this one ignores SIGINT and SIGTERM, so that running requests can end first.
 """
 
 from __future__ import annotations
 
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -56,6 +59,8 @@ class _Launched:
 
 def main(descriptor: int) -> None:
     """Run plans until the connection is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     connection = take_connection(descriptor)
     end_with_connection(connection)

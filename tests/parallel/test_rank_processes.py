@@ -16,6 +16,7 @@ import pytest
 
 from culet.errors import ConfigError, WorkerDied
 from culet.media.items import MediaItem, MediaKind
+from culet.runner import worker as worker_module
 from culet.runner.worker import ProcessWorker
 from culet.types import StepPlan
 from tests.serve.running import wait_for
@@ -88,6 +89,33 @@ def test_a_rank_that_is_killed_between_steps(tmp_path: Path, index: int) -> None
         with pytest.raises(WorkerDied, match=f"process {worker.pids[index]} exited unexpectedly with exit code -9"):
             worker.check()
         assert all(map(is_gone, worker.pids))
+
+
+def test_ranks_ignore_the_signals_that_end_a_server(tmp_path: Path) -> None:
+    """A signal to a whole control group must not end the ranks before running requests have ended."""
+    with ranks(tmp_path) as worker:
+        worker.launch(plan(0)).result()
+        for pid in worker.pids:
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGINT)
+        assert worker.launch(plan(1)).result().drawn[0].token_ids == (1,)
+
+
+def test_a_process_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are ended."""
+    started: list[subprocess.Popen[bytes]] = []
+    start = worker_module.start_bound_process
+
+    def start_one(module: str, descriptor: int) -> subprocess.Popen[bytes]:
+        if started:
+            raise OSError("no more processes")
+        started.append(start(module, descriptor))
+        return started[0]
+
+    monkeypatch.setattr(worker_module, "start_bound_process", start_one)
+    with pytest.raises(OSError, match="no more processes"), ranks(tmp_path):
+        pass
+    assert started[0].returncode is not None
 
 
 def test_a_check_keeps_results(tmp_path: Path) -> None:
