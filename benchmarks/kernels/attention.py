@@ -1,6 +1,6 @@
 """Check the attention kernels on this GPU against float32, at the shapes of all models.
 
-    python benchmarks/kernels_attention.py --check . [--only 31B.global] [--json PATH]
+    python benchmarks/kernels/attention.py --check . [--only 31B.global] [--json PATH]
 
 This script produces the number of checks and the worst error in docs/results.md. `culet bench kernels` times the kernels. Each
 kernel that serves a case is called directly and through the backend. Decode is also called in a CUDA graph that is replayed at

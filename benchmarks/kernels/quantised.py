@@ -1,6 +1,6 @@
 """Time the linear layers and experts of every model with quantised weights, next to bfloat16, in steps of few tokens.
 
-    python benchmarks/kernels_quantised.py [--models 31B,E4B] [--formats int4,fp8] [--tokens 1,8,32] [--json PATH]
+    python benchmarks/kernels/quantised.py [--models 31B,E4B] [--formats int4,fp8] [--tokens 1,8,32] [--json PATH]
 
 Each launch follows the norm that makes its input, as in a model, and the time includes that norm. Times are medians of
 CUDA-graph replays in microseconds. Weights rotate through several times the L2. `floor` is the time to read the weights at

@@ -8,7 +8,7 @@ the tile, so only 1 KB of cosines and sines is read per tile.
 
 Results are compared with float32 attention over keys that were rotated in float64. Run on a GPU:
 
-    python benchmarks/attention/latent_512.py
+    python benchmarks/kernels/latent_512.py
 """
 
 from __future__ import annotations

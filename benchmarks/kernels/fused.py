@@ -1,7 +1,7 @@
 """Check every fused kernel except attention against its eager twin in float32, then time it.
 
-    python benchmarks/kernels_fused.py [--only linear,experts,norms,sampling] [--models E4B,31B] [--json PATH]
-    TRITON_INTERPRET=1 python benchmarks/kernels_fused.py --device cpu --models tiny      checks the script without a GPU
+    python benchmarks/kernels/fused.py [--only linear,experts,norms,sampling] [--models E4B,31B] [--json PATH]
+    TRITON_INTERPRET=1 python benchmarks/kernels/fused.py --device cpu --models tiny      checks the script without a GPU
 
 This script produces the tables of kernels in docs/log/linear.md and docs/log/sampling.md. Kernels are called by their op in the
 kernel table, as the engine calls them. Times are medians of CUDA-graph replays in microseconds. Weights rotate, so they are

@@ -1,6 +1,6 @@
 """Time the layers of a model without their attention, and search for tiles of linear layers that make them faster.
 
-    python benchmarks/kernels_layers.py [--models 31B,E4B] [--formats bf16,fp8,int4] [--tokens 1,8,32] [--search] [--json PATH]
+    python benchmarks/kernels/layers.py [--models 31B,E4B] [--formats bf16,fp8,int4] [--tokens 1,8,32] [--search] [--json PATH]
 
 The layers of a model with fewer layers run in one CUDA graph, as in a decode step, with a norm in place of attention. A kernel
 that is fast alone may slow down its neighbours: programs of the next kernel start early and share the multiprocessors. So tiles
