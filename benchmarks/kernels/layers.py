@@ -1,4 +1,4 @@
-"""Time the layers of a model without their attention, and search for tiles of linear layers that make them faster.
+"""Time the layers of a model without their attention, and search for tiles of their products that make them faster.
 
     python benchmarks/kernels/layers.py [--models 31B,E4B] [--formats bf16,fp8,int4] [--tokens 1,8,32] [--search] [--json PATH]
 
@@ -6,8 +6,8 @@ The layers of a model with fewer layers run in one CUDA graph, as in a decode st
 that is fast alone may slow down its neighbours: programs of the next kernel start early and share the multiprocessors. So tiles
 are compared by the time of whole layers.
 
-`--search` tries other tiles for one linear layer after the other, from the one with the most bytes on, and keeps those that are
-faster. It prints the best of each linear layer, and at the end the layers with all chosen tiles in turns with those of today.
+`--search` tries other tiles for one linear layer or expert product after the other, from the one with the most weights on, and
+keeps those that are faster. It prints the best of each, and at the end the layers with all chosen tiles in turns with today's.
 Outputs are compared with those of today's tiles. Times are medians of graph replays in microseconds per layer. `floor` is the
 time to read the weights at 4.2 TB/s; of experts, it counts those that the tokens choose.
 """
@@ -20,6 +20,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ from torch import Tensor
 from culet.kernels.captures import Captures
 from culet.kernels.compiling import compile_ahead, use_disk_cache
 from culet.kernels.replay import replayed
+from culet.kernels.triton.experts import expert_mlp
+from culet.kernels.triton.experts.expert_mlp import GroupTile, RowTile
 from culet.kernels.triton.linear import few_tokens
 from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, MAX_TOKENS, PLAIN, Tile
-from culet.kernels.triton.quantised import hopper_stream, linear
+from culet.kernels.triton.quantised import experts, hopper_stream, linear
 from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.tiles import Product, has_stream_groups
 from culet.kernels.triton.quantised.unpack import FP8, INT8
@@ -47,6 +50,7 @@ REPLAYS = 9
 MIN_GAIN = 0.998  # a tile must be faster than this share of the time before
 MAX_DIFFERENCE = 0.02  # of outputs, ||a - b|| / ||b||. Another order of sums changes about 3e-3 of bfloat16 values.
 EPILOGUES = {PLAIN: "", GATED: "gated", GELU_TIMES: "gelu"}
+TODAY = "as today"
 
 
 @dataclass(frozen=True, order=True)
@@ -67,48 +71,94 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A tile, or None for torch. `registers` per thread overrides the choice of `hopper_stream`."""
+class ExpertOp:
+    """One of the two products of experts, by assignment (for few tokens) or by groups."""
 
-    tile: Tile | None
+    is_up: bool
+    is_grouped: bool
+    num_weights: int  # of all experts
+
+    def __str__(self) -> str:
+        return f"experts {'up' if self.is_up else 'down'}{', grouped' if self.is_grouped else ''}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tile, None for torch, or TODAY. `registers` per thread overrides the choice of `hopper_stream`."""
+
+    tile: Tile | RowTile | GroupTile | str | None
     registers: int | None = None
 
     def __str__(self) -> str:
-        if self.tile is None:
-            return "torch"
+        if self.tile is None or isinstance(self.tile, str):
+            return self.tile or "torch"
         tile = self.tile
-        text = f"{tile.kernel} {tile.block_n}x{tile.block_k} w{tile.num_warps} s{tile.num_stages} k{tile.split_k}"
+        text = f"{tile.block_n}x{tile.block_k} w{tile.num_warps} s{tile.num_stages}"
+        if isinstance(tile, Tile):
+            text = f"{tile.kernel} {text} k{tile.split_k}"
         return text + (f" r{self.registers}" if self.registers else "")
+
+
+AnyOp = Op | ExpertOp
 
 
 @dataclass
 class Tiles:
-    """Decides the tile of every linear layer while `installed`. Notes those that are chosen today."""
+    """Decides the tile of every product while `installed`. Notes those that are chosen today."""
 
-    others: dict[Op, Choice] = field(default_factory=dict)
-    today: dict[Op, tuple[Choice, PackedMatrix | None]] = field(default_factory=dict)
+    others: dict[AnyOp, Choice] = field(default_factory=dict)
+    today: dict[AnyOp, tuple[Choice, PackedMatrix | None]] = field(default_factory=dict)
     _registers: int | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         plain, quantised, registers = few_tokens._tile_for, linear._choose, hopper_stream._registers
 
-        def plain_tile(x: Tensor, weight: Tensor, num_rows: int, epilogue: int) -> Tile | None:
-            found = plain(x, weight, num_rows, epilogue)
-            return self._decide(Op(num_rows, x.shape[1], epilogue, None), found, None)
+        def plain_tile(x_MK: Tensor, weight_NK: Tensor, num_rows: int, epilogue: int) -> Tile | None:
+            found = plain(x_MK, weight_NK, num_rows, epilogue)
+            return self._decide(Op(num_rows, x_MK.shape[1], epilogue, None), found, None)
 
-        def quantised_tile(x: Tensor, matrix: PackedMatrix, product: Product) -> Tile | None:
-            found = quantised(x, matrix, product)
+        def quantised_tile(x_MK: Tensor, matrix: PackedMatrix, product: Product) -> Tile | None:
+            found = quantised(x_MK, matrix, product)
             return self._decide(Op(product.num_rows, matrix.num_columns, product.epilogue, matrix.format), found, matrix)
 
         few_tokens._tile_for, linear._choose = plain_tile, quantised_tile
         hopper_stream._registers = lambda *facts: self._registers or registers(*facts)
+        with self._experts(expert_mlp, "up", "down"), self._experts(experts, "up_tile", "down_tile"):
+            try:
+                yield
+            finally:
+                few_tokens._tile_for, linear._choose, hopper_stream._registers = plain, quantised, registers
+
+    @contextmanager
+    def _experts(self, module: Any, *names: str) -> Iterator[None]:
+        """Pass tiles to the functions of `module` that describe the products of experts, which call them `names`."""
+        describers = {name: getattr(module, name) for name in ("describe_assigned", "describe_grouped")}
+
+        def describe(
+            function: str, x: Tensor, weights: Tensor, ids: Tensor, up: Any, down: Any, y: Tensor, **extra: Any
+        ) -> Any:
+            for name, stack in zip(names, (up, down), strict=True):
+                size = (
+                    stack.words.shape[0] * stack.num_rows * stack.num_columns
+                    if isinstance(stack, PackedMatrix)
+                    else stack.numel()
+                )
+                op = ExpertOp(stack is up, function == "describe_grouped", size)
+                self.today.setdefault(op, (Choice(TODAY), None))
+                if op in self.others:
+                    extra[name] = self.others[op].tile
+            return describers[function](x, weights, ids, up, down, y, **extra)
+
+        for name in describers:
+            setattr(module, name, partial(describe, name))
         try:
             yield
         finally:
-            few_tokens._tile_for, linear._choose, hopper_stream._registers = plain, quantised, registers
+            for name, function in describers.items():
+                setattr(module, name, function)
 
-    def _decide(self, op: Op, found: Tile | None, matrix: PackedMatrix | None) -> Tile | None:
+    def _decide(self, op: Op, found: Tile | None, matrix: PackedMatrix | None) -> Any:
         self.today.setdefault(op, (Choice(found), matrix))
         choice = self.others.get(op, Choice(found))
         self._registers = choice.registers
@@ -152,7 +202,7 @@ class Timer:
     def __init__(self, layers: Layers, tiles: Tiles) -> None:
         self.layers, self.tiles = layers, tiles
 
-    def graph(self, others: dict[Op, Choice]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def graph(self, others: dict[AnyOp, Choice]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         self.tiles.others = others
         with self.tiles.installed(), replayed():
             graph, out = Captures(self.layers.model.device).capture(self.layers.run)
@@ -176,8 +226,11 @@ def divisors(count: int, most: int) -> list[int]:
     return [parts for parts in range(1, most + 1) if count % parts == 0]
 
 
-def candidates(op: Op, num_tokens: int, matrix: PackedMatrix | None) -> Iterator[Choice]:
+def candidates(op: AnyOp, num_tokens: int, matrix: PackedMatrix | None) -> Iterator[Choice]:
     """Yield the tiles worth trying: those that give every multiprocessor something to do, and are not cut too finely."""
+    if isinstance(op, ExpertOp):
+        yield from _expert_candidates(op)
+        return
 
     def splits(block_n: int, block_k: int, most: int) -> list[int]:
         programs, steps = -(-op.num_rows // block_n), op.size_k // block_k
@@ -208,6 +261,17 @@ def candidates(op: Op, num_tokens: int, matrix: PackedMatrix | None) -> Iterator
                 yield Choice(Tile("warps", 64, block_k, 4, 1, split))
 
 
+def _expert_candidates(op: ExpertOp) -> Iterator[Choice]:
+    if not op.is_grouped:
+        for block_n, block_k in ((2, 512), (4, 256), (4, 512), (8, 256), (8, 512), (2, 1024), (4, 1024), (8, 1024)):
+            for stages in (1, 2, 3, 4, 6):
+                yield Choice(RowTile(block_n, block_k, 4, stages))
+        return
+    for block_n, block_k, warps in ((32, 128, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 8)):
+        for stages in (2, 3, 4, 6):
+            yield Choice(GroupTile(16, block_n, block_k, warps, stages))
+
+
 def _plain_candidates(op: Op, num_tokens: int, splits: Callable[[int, int, int], list[int]]) -> Iterator[Choice]:
     if num_tokens <= 2:
         for block_n in (2, 4, 8):
@@ -223,9 +287,9 @@ def _plain_candidates(op: Op, num_tokens: int, splits: Callable[[int, int, int],
                     yield Choice(Tile("stream", block_n, block_k, 4, stages, split))
 
 
-def search(timer: Timer, num_tokens: int, report: Callable[..., None]) -> dict[Op, Choice]:
+def search(timer: Timer, num_tokens: int, report: Callable[..., None]) -> dict[AnyOp, Choice]:
     """Return the tiles that make the layers faster than today's."""
-    chosen: dict[Op, Choice] = {}
+    chosen: dict[AnyOp, Choice] = {}
     graph, today = timer.graph(chosen)
     best_us = timer.replay_us(graph)
     for op in sorted(timer.tiles.today, key=lambda op: -op.num_weights):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 NUM_TIMES = 8  # times kept for each run of steps
 MIN_TIMES = 3  # plain steps that must be timed before rounds, and again after them, to compare them
-MIN_ROUNDS = 2  # rounds that must be timed. Four are run, but the first and the last do not count.
+MIN_ROUNDS = 2  # rounds that must be timed
 FRESH = 96  # compare only runs at most this many steps apart, because a machine's speed drifts
 MAX_DRIFT = 1.2  # plain steps before and after a round may differ by this factor
 SAME = 1.3  # comparisons within this factor agree
@@ -18,12 +18,14 @@ NUM_FOUND = 5  # comparisons whose median counts
 FADE = 0.25  # how far each measurement of one length moves the corrections of the others
 MAX_CORRECTION = 100.0  # largest factor between a round's measured and modelled cost, in either direction
 MIN_OVERHEAD = 0.02  # smallest modelled overhead of a round, because a noisy probe may find none
-# Costs may be wrong by this factor until a comparison confirms them. In simulations that alternate good and bad chats, 4 and 5
-# work. With 6 or 8, bad chats were 12 % slower than without drafts in one run of six.
-DOUBT = 5.0
-NUM_TIMED = 4  # steps with drafts, and steps without before and after them, that are run to time them
+# Costs may be wrong by this factor until a comparison confirms them. In simulations that alternate good and bad chats, 3 makes
+# good chats slower, and 5 bad ones.
+DOUBT = 4.0
+# Steps that are run to time them: some with drafts, and some without before and after them. Two of each kind do not count: the
+# first still verifies the drafts of the kind before, and the next one has no step of its kind right before it.
+TIMED_ROUNDS, TIMED_PLAIN = MIN_ROUNDS + 2, MIN_TIMES + 2
 TIMED_FIRST, TIMED_LAST = 16, 2048  # steps of a batch size before it is timed first, and the most before it is timed again
-TIMED_GROWTH, CONFIRMED_GROWTH = 2, 4  # how that grows each time, and how if the last comparison agreed
+TIMED_GROWTH, CONFIRMED_GROWTH = 2, 4  # how that grows each time but the first, and how if the last comparison agreed
 
 
 class Rounds(NamedTuple):
@@ -246,7 +248,7 @@ class TimedSteps:
         """Count a step, and return how many steps of its batch size are left before it may be timed."""
         if (size := size_of(num_seqs)) != self._size:  # rounds are compared only with plain steps of the same size
             self._size, self._lengths = size, []
-        num_left, wait = self._until.get(size, (TIMED_FIRST, TIMED_FIRST))
+        num_left, wait = self._until.get(size, (TIMED_FIRST, TIMED_FIRST // TIMED_GROWTH))
         self._until[size] = max(0, num_left - 1), wait
         return self._until[size][0]
 
@@ -261,7 +263,7 @@ class TimedSteps:
         elif not self._lengths and not num_left:
             wait = min(TIMED_LAST, wait * (CONFIRMED_GROWTH if is_confirmed else TIMED_GROWTH))
             self._until[self._size] = wait, wait
-            self._lengths = [0] * NUM_TIMED + [num_drafts] * NUM_TIMED + [0] * NUM_TIMED
+            self._lengths = [0] * TIMED_PLAIN + [num_drafts] * TIMED_ROUNDS + [0] * TIMED_PLAIN
         return self._lengths.pop() if self._lengths else None
 
 

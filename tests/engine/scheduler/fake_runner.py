@@ -85,7 +85,7 @@ class FakeRunner:
         self.layout = layout
         self.max_num_seqs = max_num_seqs
         self.budget = budget
-        self.max_drafts = max_drafts
+        self.max_drafts, self.proposes_all = max_drafts, False  # whether there are as many proposals as were asked for
         self.slots: dict[int, Slot] = {}
         self.page_group: list[int | None] = [None] * num_pages
         self.memory: list[dict[int, tuple[int, int]]] = [{} for _ in range(num_pages)]  # page -> offset -> KV
@@ -288,7 +288,7 @@ class FakeRunner:
         slot.num_accepted = len(tokens) - 1
         state = slot.hashes_of(slot.tokens)[-1]
         slot.proposals = []
-        for number in range(hash((state, 1)) % (num_wanted + 1)):
+        for number in range(num_wanted if self.proposes_all else hash((state, 1)) % (num_wanted + 1)):
             token = draw(state, slot.entry.sampling)
             if hash((state, number, 2)) % 3 == 0:
                 token = (token + 1) % VOCAB  # a wrong one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import abc
 from itertools import count
 
 import pytest
@@ -14,6 +15,7 @@ from culet.scheduler.admission import pages_to_start
 from culet.scheduler.budget import share_budget
 from culet.scheduler.group_pages import max_held_pages, span
 from culet.scheduler.sequence import Acceptance, Sequence
+from culet.scheduler.step_cost import MeasuredCost, StepCost, TimedSteps
 from tests.engine.scheduler.drive import LAYOUT, audit, endless, first_seed, make, make_layout, make_request, prompt, row_of
 from tests.engine.scheduler.fake_runner import draw
 from tests.engine.scheduler.fixed_lengths import FixedLengths
@@ -495,3 +497,35 @@ def test_those_who_start_together_are_counted_together() -> None:
         drive.add(endless(str(number), 5, 30))
     drive.step()
     assert policy.sizes == [4] * 4
+
+
+class TimedLengths(FixedLengths):
+    """Drafts all the time, except in steps that are run to time them."""
+
+    def __init__(self, cost: MeasuredCost) -> None:
+        super().__init__(2)
+        self.cost, self.steps = cost, TimedSteps()
+
+    def plan(self, batch: abc.Sequence[Acceptance]) -> None:
+        if batch:
+            self.steps.count(len(batch))
+            timed = self.steps.next(2, is_confirmed=False)
+            self.num_drafts = 2 if timed is None else timed
+
+    def took(self, num_seqs: int, num_drafting: int, num_drafts: int, seconds: float) -> None:
+        self.cost.took(num_seqs, num_drafting, num_drafts, seconds)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2])
+def test_enough_steps_are_timed_to_compare_rounds_with_plain_steps(num_seqs: int) -> None:
+    """Even if every other step has drafts. All steps take as long here, so rounds turn out to cost nothing."""
+    drive = make(max_drafts=2, num_pages=200)
+    cost = MeasuredCost(StepCost(1.0, 0.0, 1, 1, 1.0, 1.0, drafts_at_once=False, bytes_per_s=1.0, flops_per_s=1.0, wait_s=1.0))
+    before = cost.overhead(num_seqs, num_seqs, 2)
+    drive.scheduler.policy, drive.runner.proposes_all = TimedLengths(cost), True
+    for number in range(num_seqs):
+        drive.add(endless(str(number), 5, 120))
+    for number in range(60):
+        drive.now = 0.5 * number  # type: ignore[attr-defined]
+        drive.step()
+    assert cost.overhead(num_seqs, num_seqs, 2) < 0.6 * before

@@ -92,7 +92,7 @@ class Simulation:
     def run(self, chats: Sequence[Chat], batch: int = 1) -> list[float]:
         """Run the chats and return the tokens per second of each. Plain decoding gives 1."""
         waiting, running = list(chats), []
-        before: tuple[int, int, int] | None = None
+        counts: list[int | None] = [None, None]  # the drafts of the last two steps
         while waiting or running:
             new = [waiting.pop(0) for _ in range(min(batch - len(running), len(waiting)))]
             shape = self._step(running, new)
@@ -101,12 +101,12 @@ class Simulation:
             for chat in running:
                 chat.seconds += seconds
             if self.policy is not None and shape is not None:
-                if before is not None and shape[2] == before[2]:
+                if counts == [shape[2]] * 2:  # as `StepTimer` times steps
                     self.policy.took(*shape, seconds * (1 + self.is_slow) * self.random.uniform(0.9, 1.1))
                 for chat in running:
                     if chat.num_done >= chat.num_tokens:
                         self.policy.ended(chat.state)
-            before = shape
+            counts = [counts[1], None if shape is None else shape[2]]
             running = [chat for chat in (*running, *new) if chat.num_done < chat.num_tokens]
         return [chat.num_done / max(1e-9, chat.seconds) for chat in chats]
 
