@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from replays import replay_us
 from torch import Tensor
 
 from culet.kernels.dispatch import eager_kernels, triton_kernels
@@ -326,7 +326,7 @@ def _worst_row(got: Tensor, want: Tensor) -> float:
     return float(error.nan_to_num(math.inf, math.inf).max())
 
 
-def _graph_us(launches: list[Callable[[], Any]], device: str, repeats: int = 7) -> float:
+def _graph_us(launches: list[Callable[[], Any]], device: str) -> float:
     """Return the microseconds per launch, as the median of replays of one graph with all launches. NaN without a GPU."""
     if device == "cpu":
         return math.nan
@@ -341,16 +341,7 @@ def _graph_us(launches: list[Callable[[], Any]], device: str, repeats: int = 7) 
         with torch.cuda.graph(graph):
             for launch in launches:
                 launch()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(launches))
-    return statistics.median(times)
+    return replay_us(graph, len(launches))
 
 
 def _run_case(case: Case, device: str) -> dict[str, float]:

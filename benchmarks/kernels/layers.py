@@ -7,9 +7,9 @@ that is fast alone may slow down its neighbours: programs of the next kernel sta
 are compared by the time of whole layers.
 
 `--search` tries other tiles for one linear layer or expert product after the other, from the one with the most weights on, and
-keeps those that are faster. It prints the best of each, and at the end the layers with all chosen tiles in turns with today's.
-Outputs are compared with those of today's tiles. Times are medians of graph replays in microseconds per layer. `floor` is the
-time to read the weights at 4.2 TB/s; of experts, it counts those that the tokens choose.
+keeps those that are faster and give the same outputs. It prints the best of each. At the end it times the layers with all chosen
+tiles and with the current ones in turns. Times are medians of graph replays in microseconds per layer. `floor` is the time to
+read the weights at 4.2 TB/s; of experts, it counts those that the tokens choose.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from replays import replay_us
 from torch import Tensor
 
 from culet.kernels.captures import Captures
@@ -50,7 +51,7 @@ REPLAYS = 9
 MIN_GAIN = 0.998  # a tile must be faster than this share of the time before
 MAX_DIFFERENCE = 0.02  # of outputs, ||a - b|| / ||b||. Another order of sums changes about 3e-3 of bfloat16 values.
 EPILOGUES = {PLAIN: "", GATED: "gated", GELU_TIMES: "gelu"}
-TODAY = "as today"
+CURRENT = "current"
 
 
 @dataclass(frozen=True, order=True)
@@ -84,7 +85,7 @@ class ExpertOp:
 
 @dataclass(frozen=True)
 class Choice:
-    """A tile, None for torch, or TODAY. `registers` per thread overrides the choice of `hopper_stream`."""
+    """A tile, None for torch, or CURRENT. `registers` per thread overrides the choice of `hopper_stream`."""
 
     tile: Tile | RowTile | GroupTile | str | None
     registers: int | None = None
@@ -104,10 +105,10 @@ AnyOp = Op | ExpertOp
 
 @dataclass
 class Tiles:
-    """Decides the tile of every product while `installed`. Notes those that are chosen today."""
+    """Decides the tile of every product while `installed`. Notes those that Culet chooses."""
 
-    others: dict[AnyOp, Choice] = field(default_factory=dict)
-    today: dict[AnyOp, tuple[Choice, PackedMatrix | None]] = field(default_factory=dict)
+    overrides: dict[AnyOp, Choice] = field(default_factory=dict)
+    current: dict[AnyOp, tuple[Choice, PackedMatrix | None]] = field(default_factory=dict)
     _registers: int | None = None
 
     @contextmanager
@@ -145,9 +146,9 @@ class Tiles:
                     else stack.numel()
                 )
                 op = ExpertOp(stack is up, function == "describe_grouped", size)
-                self.today.setdefault(op, (Choice(TODAY), None))
-                if op in self.others:
-                    extra[name] = self.others[op].tile
+                self.current.setdefault(op, (Choice(CURRENT), None))
+                if op in self.overrides:
+                    extra[name] = self.overrides[op].tile
             return describers[function](x, weights, ids, up, down, y, **extra)
 
         for name in describers:
@@ -159,8 +160,8 @@ class Tiles:
                 setattr(module, name, function)
 
     def _decide(self, op: Op, found: Tile | None, matrix: PackedMatrix | None) -> Any:
-        self.today.setdefault(op, (Choice(found), matrix))
-        choice = self.others.get(op, Choice(found))
+        self.current.setdefault(op, (Choice(found), matrix))
+        choice = self.overrides.get(op, Choice(found))
         self._registers = choice.registers
         return choice.tile
 
@@ -202,24 +203,16 @@ class Timer:
     def __init__(self, layers: Layers, tiles: Tiles) -> None:
         self.layers, self.tiles = layers, tiles
 
-    def graph(self, others: dict[AnyOp, Choice]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        self.tiles.others = others
+    def graph(self, overrides: dict[AnyOp, Choice]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        self.tiles.overrides = overrides
         with self.tiles.installed(), replayed():
             graph, out = Captures(self.layers.model.device).capture(self.layers.run)
         graph.replay()
         return graph, out.clone()
 
-    def replay_us(self, graph: torch.cuda.CUDAGraph, replays: int = REPLAYS) -> float:
+    def layer_us(self, graph: torch.cuda.CUDAGraph) -> float:
         """Return the median microseconds of a layer."""
-        times = []
-        for _ in range(replays):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / self.layers.num_layers)
-        return statistics.median(times)
+        return replay_us(graph, self.layers.num_layers, REPLAYS)
 
 
 def divisors(count: int, most: int) -> list[int]:
@@ -288,12 +281,12 @@ def _plain_candidates(op: Op, num_tokens: int, splits: Callable[[int, int, int],
 
 
 def search(timer: Timer, num_tokens: int, report: Callable[..., None]) -> dict[AnyOp, Choice]:
-    """Return the tiles that make the layers faster than today's."""
+    """Return the tiles that make the layers faster than the current ones."""
     chosen: dict[AnyOp, Choice] = {}
-    graph, today = timer.graph(chosen)
-    best_us = timer.replay_us(graph)
-    for op in sorted(timer.tiles.today, key=lambda op: -op.num_weights):
-        before, matrix = timer.tiles.today[op]
+    graph, current_out = timer.graph(chosen)
+    best_us = timer.layer_us(graph)
+    for op in sorted(timer.tiles.current, key=lambda op: -op.num_weights):
+        before, matrix = timer.tiles.current[op]
         found: list[tuple[float, Choice]] = [(best_us, before)]
         for choice in candidates(op, num_tokens, matrix):
             try:
@@ -301,15 +294,15 @@ def search(timer: Timer, num_tokens: int, report: Callable[..., None]) -> dict[A
             except Exception as error:  # a tile that the kernel refuses, or that does not fit
                 report("refused", op=str(op), choice=str(choice), error=str(error)[:80])
                 continue
-            difference = float((out.float() - today.float()).norm() / today.float().norm())
+            difference = float((out.float() - current_out.float()).norm() / current_out.float().norm())
             if difference > MAX_DIFFERENCE:
                 report("WRONG", op=str(op), choice=str(choice), difference=difference)
                 continue
-            found.append((timer.replay_us(graph), choice))
+            found.append((timer.layer_us(graph), choice))
         found.sort(key=lambda pair: pair[0])
         for us, choice in found[:4]:
-            mark = " (today)" if choice == before else ""
-            report("tile", op=str(op), choice=f"{choice}{mark}", us=us, today=best_us)
+            mark = " (current)" if choice == before else ""
+            report("tile", op=str(op), choice=f"{choice}{mark}", us=us, current_us=best_us)
         us, choice = found[0]
         if us < MIN_GAIN * best_us:
             chosen[op], best_us = choice, us
@@ -321,15 +314,15 @@ def compile_all(timer: Timer, num_tokens: int) -> None:
     with compile_ahead(), replayed():
         with timer.tiles.installed():
             timer.layers.run()
-        for op, (_, matrix) in list(timer.tiles.today.items()):
+        for op, (_, matrix) in list(timer.tiles.current.items()):
             for choice in candidates(op, num_tokens, matrix):
-                timer.tiles.others = {op: choice}
+                timer.tiles.overrides = {op: choice}
                 try:
                     with timer.tiles.installed():
                         timer.layers.run()
                 except Exception:  # reported by the search
                     continue
-    timer.tiles.others = {}
+    timer.tiles.overrides = {}
 
 
 def floor_us(model: Gemma4, num_tokens: int) -> float:
@@ -381,7 +374,7 @@ def main() -> None:
 
 
 def measure(model: Gemma4, num_tokens: int, label: str, *, is_search: bool, report: Callable[..., None]) -> None:
-    """Report the time of the layers with today's tiles, and with those that a search finds."""
+    """Report the time of the layers with the current tiles, and with those that a search finds."""
     timer = Timer(Layers(model, num_tokens), Tiles())
     if model.device.type == "cpu":
         with timer.tiles.installed() if is_search else nullcontext():
@@ -391,12 +384,12 @@ def measure(model: Gemma4, num_tokens: int, label: str, *, is_search: bool, repo
         compile_all(timer, num_tokens)
     chosen = search(timer, num_tokens, lambda kind, **facts: report(kind, label=label, **facts)) if is_search else {}
     graphs = [timer.graph({})[0], timer.graph(chosen)[0]] if chosen else [timer.graph({})[0]]
-    turns = [[timer.replay_us(graph) for graph in graphs] for _ in range(5)]  # in turns, so that clocks affect both
-    today, *found = (statistics.median(times) for times in zip(*turns, strict=True))
+    turns = [[timer.layer_us(graph) for graph in graphs] for _ in range(5)]  # in turns, so that clocks affect both
+    current, *found = (statistics.median(times) for times in zip(*turns, strict=True))
     extra = {"us_with_chosen_tiles": found[0]} if found else {}
-    report("layer", label=label, us_per_layer=today, floor=floor_us(model, num_tokens), **extra)
+    report("layer", label=label, us_per_layer=current, floor=floor_us(model, num_tokens), **extra)
     for op, choice in chosen.items():
-        report("chosen", label=label, op=str(op), choice=str(choice), today=str(timer.tiles.today[op][0]))
+        report("chosen", label=label, op=str(op), choice=str(choice), current=str(timer.tiles.current[op][0]))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from replays import replay_us
 from torch import Tensor
 
 from culet.kernels.compiling import compile_ahead, use_disk_cache
@@ -95,7 +95,7 @@ def op_of(name: str, is_gated: bool) -> Callable[..., Tensor]:
     return found
 
 
-def graph_us(launch: Callable[[int], Any], count: int, repeats: int = 7) -> float:
+def graph_us(launch: Callable[[int], Any], count: int) -> float:
     """Return the median microseconds of one of `count` launches in a graph."""
     launch(0)
     torch.cuda.synchronize()
@@ -103,15 +103,7 @@ def graph_us(launch: Callable[[int], Any], count: int, repeats: int = 7) -> floa
     with torch.cuda.graph(graph):
         for index in range(count):
             launch(index)
-    times = []
-    for _ in range(repeats + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / count)
-    return statistics.median(times[1:])
+    return replay_us(graph, count)
 
 
 class Bench:

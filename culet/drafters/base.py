@@ -127,7 +127,10 @@ class DrafterPlan(Protocol):
         """Return the number of weights by part."""
 
     def weight_bytes(self, itemsize: int, layout: CacheLayout | None = None) -> int:
-        """Return the bytes of its weights, for activations of `itemsize` bytes. With a rank's layout, those of the rank."""
+        """Return the bytes of its weights, or of the part that a rank with this cache layout holds.
+
+        `itemsize` is the size of an activation.
+        """
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> Drafter:
         """Load the weights to the target's device in its precision. `backends` are the drafter's, by index of the KV group."""

@@ -23,7 +23,7 @@ _second_stream = cache(step_stream)  # by device
 
 
 def side_by_side(first: Callable[[], T], second: Callable[[], U], device: torch.device) -> tuple[T, U]:
-    """Return the results of two calls that do not need each other's result. In a captured graph, they run at the same time.
+    """Return the results of two independent calls. In a captured graph, they run at the same time.
 
     Elsewhere they run one after the other. Their launches must not share a workspace.
     """

@@ -106,7 +106,7 @@ class DFlashPlan:
         return counts
 
     def weight_bytes(self, itemsize: int, layout: CacheLayout | None = None) -> int:
-        """Return the bytes of its weights, all of which every rank has."""
+        """Return the bytes of its weights. Every rank holds all of them."""
         counts = dict(self.num_parameters())
         norms = counts.pop("norms") * bytes_per_value(itemsize)
         return round(norms + sum(counts.values()) * bytes_per_value(itemsize, self.quantization))

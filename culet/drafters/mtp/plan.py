@@ -86,7 +86,7 @@ class MTPPlan:
         return self.spec.tensor_sizes()
 
     def weight_bytes(self, itemsize: int, layout: CacheLayout | None = None) -> int:
-        """Return the bytes of its weights, or of a rank's part of them. The head may have its own precision."""
+        """Return the bytes of its weights, or of the part that a rank holds. The head may have its own precision."""
         counts = dict(self.num_parameters() if layout is None else self._parameters_of_rank(layout))
         head = counts.pop("head") * bytes_per_value(itemsize, self.choice.head_dtype)
         return round(head + sum(counts.values()) * bytes_per_value(itemsize, self.choice.quantization))

@@ -20,7 +20,8 @@ from culet.serve.process.wire import Ready, Start, Stats
 
 _FIRST_PAUSE_S = 1.0  # before a restart; each further restart within the window waits twice as long
 _MAX_PAUSE_S = 30.0
-# An engine that loads is silent. A restart that takes this many times as long as the start before, and this long, hangs.
+# An engine is silent while it loads. A restart hangs if it takes longer than this limit, and this many times as long as the
+# start before.
 _START_FACTOR, _LEAST_START_LIMIT_S = 10, 1800.0
 
 
