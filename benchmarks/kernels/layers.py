@@ -7,7 +7,7 @@ that is fast alone may slow down its neighbours: programs of the next kernel sta
 are compared by the time of whole layers.
 
 `--search` tries other tiles for one linear layer or expert product after the other, from the one with the most weights on, and
-keeps those that are faster and give the same outputs. It prints the best of each. At the end it times the layers with all chosen
+keeps those that are faster and give the same outputs. It prints the best of each. At the end it times layers with all chosen
 tiles and with the current ones in turns. Times are medians of graph replays in microseconds per layer. `floor` is the time to
 read the weights at 4.2 TB/s; of experts, it counts those that the tokens choose.
 """
