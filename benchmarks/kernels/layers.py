@@ -1,6 +1,7 @@
 """Time the layers of a model without their attention, and search for tiles of their products that make them faster.
 
-    python benchmarks/kernels/layers.py [--models 31B,E4B] [--formats bf16,fp8,int4] [--tokens 1,8,32] [--search] [--json PATH]
+    python benchmarks/kernels/layers.py [--models 31B,E4B] [--formats bf16,fp8,int4] [--tokens 1,8,32] [--json PATH]
+                                        [--search [--only experts]]
 
 The layers of a model with fewer layers run in one CUDA graph, as in a decode step, with a norm in place of attention. A kernel
 that is fast alone may slow down its neighbours: programs of the next kernel start early and share the multiprocessors. So tiles
@@ -245,7 +246,7 @@ def candidates(op: AnyOp, num_tokens: int, matrix: PackedMatrix | None) -> Itera
         block_k = 128 if is_wide else 256
         for block_n in (64,) if num_tokens <= 8 else (64, 128):
             for split in splits(block_n, block_k, 6):
-                for stages in (3, 5):
+                for stages in (2, 3, 4, 5, 6):
                     for registers in (64, 96, 128):
                         yield Choice(Tile("stream", block_n, block_k, 4, stages, split), registers)
     if num_tokens <= 16 and op.num_weights < 60e6:
@@ -256,9 +257,13 @@ def candidates(op: AnyOp, num_tokens: int, matrix: PackedMatrix | None) -> Itera
 
 def _expert_candidates(op: ExpertOp) -> Iterator[Choice]:
     if not op.is_grouped:
-        for block_n, block_k in ((2, 512), (4, 256), (4, 512), (8, 256), (8, 512), (2, 1024), (4, 1024), (8, 1024)):
-            for stages in (1, 2, 3, 4, 6):
-                yield Choice(RowTile(block_n, block_k, 4, stages))
+        for block_n, block_k, warps in (
+            *((rows, 1024, warps) for rows in (1, 2, 4, 8) for warps in (4, 8)),
+            *((rows, 512, 4) for rows in (2, 4, 8)),
+            *((rows, 256, 4) for rows in (4, 8, 16)),
+        ):
+            for stages in (1, 2, 3):
+                yield Choice(RowTile(block_n, block_k, warps, stages))
         return
     for block_n, block_k, warps in ((32, 128, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 8)):
         for stages in (2, 3, 4, 6):
@@ -280,12 +285,12 @@ def _plain_candidates(op: Op, num_tokens: int, splits: Callable[[int, int, int],
                     yield Choice(Tile("stream", block_n, block_k, 4, stages, split))
 
 
-def search(timer: Timer, num_tokens: int, report: Callable[..., None]) -> dict[AnyOp, Choice]:
+def search(timer: Timer, num_tokens: int, only: str, report: Callable[..., None]) -> dict[AnyOp, Choice]:
     """Return the tiles that make the layers faster than the current ones."""
     chosen: dict[AnyOp, Choice] = {}
     graph, current_out = timer.graph(chosen)
     best_us = timer.layer_us(graph)
-    for op in sorted(timer.tiles.current, key=lambda op: -op.num_weights):
+    for op in sorted((op for op in timer.tiles.current if only in str(op)), key=lambda op: -op.num_weights):
         before, matrix = timer.tiles.current[op]
         found: list[tuple[float, Choice]] = [(best_us, before)]
         for choice in candidates(op, num_tokens, matrix):
@@ -309,13 +314,13 @@ def search(timer: Timer, num_tokens: int, report: Callable[..., None]) -> dict[A
     return chosen
 
 
-def compile_all(timer: Timer, num_tokens: int) -> None:
+def compile_all(timer: Timer, num_tokens: int, only: str) -> None:
     """Compile the kernels of all candidates, several at a time."""
     with compile_ahead(), replayed():
         with timer.tiles.installed():
             timer.layers.run()
         for op, (_, matrix) in list(timer.tiles.current.items()):
-            for choice in candidates(op, num_tokens, matrix):
+            for choice in candidates(op, num_tokens, matrix) if only in str(op) else ():
                 timer.tiles.overrides = {op: choice}
                 try:
                     with timer.tiles.installed():
@@ -345,6 +350,7 @@ def main() -> None:
     parser.add_argument("--formats", default="bf16,fp8,int4")
     parser.add_argument("--tokens", default="1,8,32")
     parser.add_argument("--search", action="store_true", help="try other tiles")
+    parser.add_argument("--only", default="", help="try tiles only for products whose name contains this, such as experts")
     parser.add_argument("--device", default="cuda", help="cpu runs the layers once, which checks this script")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -369,20 +375,21 @@ def main() -> None:
             for num_tokens in map(int, options.tokens.split(",")):
                 label = f"{model_name} {format_name} {num_tokens}"
                 with torch.inference_mode():
-                    measure(model, num_tokens, label, is_search=options.search, report=report)
+                    measure(model, num_tokens, label, options.only if options.search else None, report)
             del model
 
 
-def measure(model: Gemma4, num_tokens: int, label: str, *, is_search: bool, report: Callable[..., None]) -> None:
-    """Report the time of the layers with the current tiles, and with those that a search finds."""
+def measure(model: Gemma4, num_tokens: int, label: str, only: str | None, report: Callable[..., None]) -> None:
+    """Report the time of the layers with the current tiles, and with those that a search finds if `only` names products."""
     timer = Timer(Layers(model, num_tokens), Tiles())
     if model.device.type == "cpu":
-        with timer.tiles.installed() if is_search else nullcontext():
+        with nullcontext() if only is None else timer.tiles.installed():
             report("ran", label=label, norm=float(timer.layers.run().norm()))
         return
-    if is_search:
-        compile_all(timer, num_tokens)
-    chosen = search(timer, num_tokens, lambda kind, **facts: report(kind, label=label, **facts)) if is_search else {}
+    chosen = {}
+    if only is not None:
+        compile_all(timer, num_tokens, only)
+        chosen = search(timer, num_tokens, only, lambda kind, **facts: report(kind, label=label, **facts))
     graphs = [timer.graph({})[0], timer.graph(chosen)[0]] if chosen else [timer.graph({})[0]]
     turns = [[timer.layer_us(graph) for graph in graphs] for _ in range(5)]  # in turns, so that clocks affect both
     current, *found = (statistics.median(times) for times in zip(*turns, strict=True))

@@ -88,9 +88,10 @@ def grouped_of(tokens: int, index: int, **extra: object) -> Launch:
     return expert_mlp.describe_grouped(x, floats(tokens, 8), ints(tokens, 8), gate_up, down, meta(tokens, 2816), **extra)[index]
 
 
-def assigned_of(index: int, **extra: object) -> Launch:
-    x, gate_up, down = meta(2, 2816), meta(128, 1408, 2816), meta(128, 2816, 704)
-    return expert_mlp.describe_assigned(x, floats(2, 8), ints(2, 8), gate_up, down, meta(2, 2816), **extra)[index]
+def assigned_of(tokens: int, index: int, **extra: object) -> Launch:
+    x, gate_up, down = meta(tokens, 2816), meta(128, 1408, 2816), meta(128, 2816, 704)
+    given = x, floats(tokens, 8), ints(tokens, 8), gate_up, down, meta(tokens, 2816)
+    return expert_mlp.describe_assigned(*given, **extra)[index]
 
 
 def route_of(tokens: int, **extra: object) -> Launch:
@@ -128,7 +129,7 @@ def small_launches(pdl: bool) -> Iterator[Launch]:
     yield linear_of(1, 2112, 2816, GATED, pdl=pdl)
     yield linear_of(1, 262144, 2560, SOFTCAP, pdl=pdl)
     yield route_of(1, pdl=pdl, shared=0)
-    yield from (assigned_of(index, pdl=pdl) for index in range(2))
+    yield from (assigned_of(tokens, index, pdl=pdl) for tokens in (1, 2) for index in range(2))
     yield route.describe_route(
         meta(8192, 2816), floats(128, 2816), floats(128), (floats(8192, 8), ints(8192, 8)), EPS, pdl=pdl
     )[0]

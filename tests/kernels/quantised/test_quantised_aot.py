@@ -126,7 +126,7 @@ def test_every_format_on_every_architecture(name: str, capability: int, tmp_path
     launches = [linear_of(case, name, capability) for case in LINEAR if case[0] not in HOPPER_KERNELS or capability == HOPPER]
     matrix = matrix_of(name, 16384, 5376)
     launches.append(prefill.describe_dequantise(matrix, meta(16384, 5376), has_dependent_launch(capability)))
-    for num_tokens in (2, 8, 1000, 8192) if name != "fp8-block" else ():
+    for num_tokens in (1, 2, 8, 1000, 8192) if name != "fp8-block" else ():
         launches += experts_of(num_tokens, name, capability)
     for launch in launches:
         if launch is not None:

@@ -19,6 +19,7 @@ if not INTERPRETED:
 
 else:
     from culet.kernels.eager import quantised as eager
+    from culet.kernels.triton.experts.expert_mlp import RowTile
     from culet.kernels.triton.linear.tiles import GATED, PLAIN, Tile
     from culet.kernels.triton.quantised import experts, few_tokens, linear, prefill
     from culet.kernels.triton.quantised.packed import PackedMatrix
@@ -84,6 +85,20 @@ else:
         got, wanted = (module.experts(x, weights, ids, gate_up, down) for module in (experts, eager))
         assert errors(got, wanted).max() < TOLERANCE
         assert (num_tokens <= experts.ASSIGNED_TOKENS) == (num_tokens == 2)
+
+    @pytest.mark.parametrize("name", EXPERTS)
+    @pytest.mark.parametrize("num_tokens", [1, 3])
+    def test_experts_by_assignment(name: str, num_tokens: int) -> None:
+        """Three experts per token, in tiles that do not divide the sizes, over several steps."""
+        gate_up, down = (draw(name, *shape) for shape in ((5, 2 * 160, 192), (5, 192, 160)))
+        x, weights = torch.randn(num_tokens, 192), torch.rand(num_tokens, 3)
+        ids = torch.stack([torch.randperm(5)[:3] for _ in range(num_tokens)]).to(torch.int32)
+        y = torch.full_like(x, torch.nan)
+        packed = PackedMatrix.of(gate_up), PackedMatrix.of(down)
+        up_tile, down_tile = RowTile(32, 128, 4, 2), RowTile(16, 32)
+        for launch in experts.describe_assigned(x, weights, ids, *packed, y, up_tile=up_tile, down_tile=down_tile):
+            launch.run()
+        assert errors(y, eager.experts(x, weights, ids, gate_up, down)).max() < TOLERANCE
 
     @pytest.mark.parametrize("num_tokens", [2, 7])
     def test_experts_of_two_formats(num_tokens: int) -> None:

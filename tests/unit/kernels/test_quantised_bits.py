@@ -69,32 +69,35 @@ def matrix_of(num_rows: int, size: int) -> PackedMatrix:
     return PackedMatrix.of(Int4Weight(words, torch.empty(num_rows, size // 32, dtype=torch.bfloat16, device="meta"), None))
 
 
-# Tokens, outputs, inputs, epilogue, and rows, stages and parts of the tile. None is `warps`.
+# Tokens, outputs, inputs, epilogue, and kernel, rows, stages and parts of the tile. None is `warps`.
 CHOICES = (
-    (1, 16384, 5376, PLAIN, (64, 4, 1)),  # 31B
-    (8, 16384, 5376, PLAIN, (64, 6, 1)),
-    (1, 5376, 8192, PLAIN, None),
-    (8, 5376, 8192, PLAIN, (64, 4, 4)),
-    (1, 21504, 5376, GATED, (64, 2, 1)),
-    (8, 21504, 5376, GATED, (64, 2, 1)),
-    (1, 5376, 21504, PLAIN, (64, 4, 3)),
-    (8, 5376, 21504, PLAIN, (64, 6, 3)),
-    (8, 18432, 5376, PLAIN, (64, 4, 1)),
-    (8, 5376, 16384, PLAIN, (64, 4, 4)),
-    (1, 8192, 3840, PLAIN, None),  # 12B
-    (1, 15360, 3840, GATED, (64, 2, 1)),
-    (1, 3840, 15360, PLAIN, (64, 4, 4)),
-    (1, 10240, 2560, GATED, (32, 3, 1)),  # E4B
-    (1, 2560, 10240, PLAIN, None),
-    (1, 8192, 2816, PLAIN, (64, 4, 1)),  # 26B
-    (1, 2816, 4096, PLAIN, None),
+    (1, 16384, 5376, PLAIN, ("bits", 64, 4, 1)),  # 31B
+    (8, 16384, 5376, PLAIN, ("bits", 64, 6, 1)),
+    (1, 5376, 8192, PLAIN, ("stream", 64, 3, 4)),
+    (8, 5376, 8192, PLAIN, ("bits", 64, 4, 4)),
+    (1, 21504, 5376, GATED, ("bits", 64, 2, 1)),
+    (8, 21504, 5376, GATED, ("bits", 64, 2, 1)),
+    (1, 5376, 21504, PLAIN, ("bits", 64, 6, 3)),
+    (8, 5376, 21504, PLAIN, ("bits", 64, 6, 3)),
+    (8, 18432, 5376, PLAIN, ("bits", 64, 4, 1)),
+    (8, 5376, 16384, PLAIN, ("bits", 64, 4, 4)),
+    (8, 8192, 3840, PLAIN, ("stream", 64, 3, 3)),  # 12B
+    (8, 3840, 4096, PLAIN, ("stream", 64, 3, 4)),
+    (1, 15360, 3840, GATED, ("stream", 64, 3, 1)),
+    (1, 3840, 15360, PLAIN, ("bits", 64, 6, 4)),
+    (1, 10240, 2560, GATED, ("bits", 32, 3, 1)),  # E4B
+    (1, 2560, 10240, PLAIN, ("stream", 64, 3, 5)),
+    (1, 256, 2560, PLAIN, None),
+    (1, 8192, 2816, PLAIN, ("bits", 64, 4, 1)),  # 26B
+    (1, 2816, 4096, PLAIN, ("stream", 64, 3, 8)),
 )
 
 
 @pytest.mark.parametrize(("num_tokens", "num_rows", "size", "epilogue", "wanted"), CHOICES)
-def test_measured_tiles(num_tokens: int, num_rows: int, size: int, epilogue: int, wanted: tuple[int, int, int] | None) -> None:
+def test_measured_tiles(
+    num_tokens: int, num_rows: int, size: int, epilogue: int, wanted: tuple[str, int, int, int] | None
+) -> None:
     matrix = matrix_of(num_rows * (2 if epilogue == GATED else 1), size)
     tile = choose_hopper(Product(num_tokens, num_rows, epilogue), matrix)
-    assert wanted == (None if tile is None else (tile.block_n, tile.num_stages, tile.split_k))
-    assert tile is None or tile.kernel == "bits"
+    assert wanted == (None if tile is None else (tile.kernel, tile.block_n, tile.num_stages, tile.split_k))
     assert choose_bits(Product(9, num_rows, epilogue), matrix) is None  # `hopper_stream` is faster

@@ -101,6 +101,7 @@ def _assigned_down_kernel(
     D: tl.constexpr,
     F: tl.constexpr,
     TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -108,26 +109,28 @@ def _assigned_down_kernel(
 ):
     """Compute y[t, n] = sum over t's experts of weight * (down row n . hidden), for BLOCK_N rows.
 
-    This is a single sum over the widths of all experts.
+    The rows of all experts are requested at once. `ids` and `weights` are complete before `hidden`, since the kernel before has
+    waited for the router.
     """
     token = tl.program_id(1)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    slots = tl.arange(0, SLOTS)
+    assignments = token * TOP_K + slots
     cols = tl.arange(0, BLOCK_K)
-    safe_rows = tl.where(rows < D, rows, 0)
+    expert = tl.load(ids + assignments, mask=slots < TOP_K, other=0).to(tl.int64)
+    weight = tl.load(weights + assignments, mask=slots < TOP_K, other=0.0)
+    h_ptrs = hidden + assignments[:, None] * F + cols[None, :]
+    rows = tl.where(outputs < D, outputs, 0)
+    down_ptrs = down + expert[None, :, None] * (D * F) + rows[:, None, None] * F + cols[None, None, :]
     enter(PDL)
-    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    LENGTH: tl.constexpr = TOP_K * F
-    for k in tl.range(0, LENGTH, BLOCK_K, num_stages=STAGES):
-        at = k + cols
-        inside = at < LENGTH
-        j = at // F
-        expert = tl.load(ids + token * TOP_K + j, mask=inside, other=0).to(tl.int64)
-        weight = tl.load(weights + token * TOP_K + j, mask=inside, other=0.0)
-        h = tl.load(hidden + token * LENGTH + at, mask=inside, other=0.0).to(tl.float32) * weight
-        down_ptrs = down + (expert * (D * F) + at % F)[None, :] + safe_rows[:, None] * F
-        tile = tl.load(down_ptrs, mask=inside[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
-        total += tile * h[None, :]
-    tl.store(y + token * y_stride + rows, tl.sum(total, 1).to(y.dtype.element_ty), mask=rows < D)
+    total = tl.zeros((BLOCK_N, SLOTS, BLOCK_K), tl.float32)
+    for k in tl.range(0, F, BLOCK_K, num_stages=STAGES):
+        inside = (slots < TOP_K)[:, None] & (cols < F - k)[None, :]
+        h = tl.load(h_ptrs + k, mask=inside, other=0.0).to(tl.float32)
+        tile = tl.load(down_ptrs + k, mask=inside[None, :, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
+        total += tile * h[None, :, :]
+    y_row = tl.sum(tl.sum(total, 2) * weight[None, :], 1)
+    tl.store(y + token * y_stride + outputs, y_row.to(y.dtype.element_ty), mask=outputs < D)
 
 
 @triton.jit
@@ -220,8 +223,8 @@ def _grouped_down_kernel(
 
 # Measured on an H200 with 128 experts of width 704, 8 per token, and hidden size 2816 (docs/log/linear.md).
 ASSIGNED_TOKENS = 4  # up to this many tokens go by assignment
-UP_ROWS, UP_ROWS_ONE = RowTile(4, 256, 4), RowTile(8, 256, 4)  # the second is for one token
-DOWN_ROWS = RowTile(8, 1024, 4)
+UP_ROWS_ONE, DOWN_ROWS_ONE = RowTile(1, 1024, 8), RowTile(2, 1024, 4)  # for one token
+UP_ROWS, DOWN_ROWS = RowTile(4, 256, 4, 3), RowTile(8, 256, 4, 3)
 UP_TILES = {
     16: GroupTile(16, 64, 128, 4, 3),
     32: GroupTile(32, 64, 128, 4, 3),
@@ -245,7 +248,9 @@ def describe_assigned(
     """Return the two launches by assignment. `extra` may have up and down (RowTile) and pdl."""
     num_tokens, top_k = ids_TK.shape
     _, size, width = down_EDF.shape
-    up, down = extra.get("up", UP_ROWS_ONE if num_tokens == 1 else UP_ROWS), extra.get("down", DOWN_ROWS)
+    rows = (UP_ROWS_ONE, DOWN_ROWS_ONE) if num_tokens == 1 else (UP_ROWS, DOWN_ROWS)
+    up, down = extra.get("up", rows[0]), extra.get("down", rows[1])
+    up_k, down_k = min(up.block_k, next_power_of_2(size)), min(down.block_k, next_power_of_2(width))
     hidden = torch.empty(num_tokens * top_k, width, dtype=x_TD.dtype, device=x_TD.device)
     shape = {"D": size, "F": width, "TOP_K": top_k, "PDL": bool(extra.get("pdl", False))}
     first = {"x": x_TD, "ids": ids_TK, "gate_up": gate_up_EFD, "hidden": hidden, "x_stride": x_TD.stride(0), **shape}
@@ -256,19 +261,20 @@ def describe_assigned(
         "down": down_EDF,
         "y": y_TD,
         "y_stride": y_TD.stride(0),
+        "SLOTS": next_power_of_2(top_k),
         **shape,
     }
     return [
         Launch(
             _assigned_up_kernel,
             (cdiv(width, up.block_n), num_tokens * top_k),
-            {**first, "BLOCK_N": up.block_n, "BLOCK_K": up.block_k, "STAGES": up.num_stages},
+            {**first, "BLOCK_N": up.block_n, "BLOCK_K": up_k, "STAGES": up.num_stages},
             options(up.num_warps, bool(extra.get("pdl", False))),
         ),
         Launch(
             _assigned_down_kernel,
             (cdiv(size, down.block_n), num_tokens),
-            {**second, "BLOCK_N": down.block_n, "BLOCK_K": down.block_k, "STAGES": down.num_stages},
+            {**second, "BLOCK_N": down.block_n, "BLOCK_K": down_k, "STAGES": down.num_stages},
             options(down.num_warps, bool(extra.get("pdl", False))),
         ),
     ]

@@ -44,12 +44,13 @@ def choose_tile(num_tokens: int, num_rows: int, size_k: int, epilogue: int = PLA
     if num_tokens > MAX_TOKENS or size_k % 64:
         return Tile("cublas")
     is_gated = epilogue == GATED
-    is_small = num_rows <= (4096 if is_gated else 8192) and num_rows * size_k <= MAX_BY_ROWS
-    by_rows = num_tokens == 1 and (is_small or num_rows > 1 << 16)
+    is_small = num_rows <= 8192 and num_rows * size_k <= MAX_BY_ROWS
+    by_rows = num_tokens == 1 and (is_gated or is_small or num_rows > 1 << 16)
     if by_rows or (num_tokens == 2 and num_rows <= 2560 and not is_gated):
         # With long rows of a narrow matrix, a program has fewer rows, so that there are enough programs.
         is_narrow = num_tokens == 1 and size_k > 8192 and num_rows <= 4096
-        return Tile("rows", 2 if is_narrow else 4, min(1024, next_power_of_2(size_k)))
+        block_k = 512 if is_gated and num_rows > 4096 else 1024
+        return Tile("rows", 2 if is_narrow else 4, min(block_k, next_power_of_2(size_k)))
     programs = cdiv(num_rows, 64)
     enough = ENOUGH_SHORT if size_k <= SHORT_K and not is_gated and num_rows > NARROW else ENOUGH_PROGRAMS
     split = _split(programs, enough, size_k // 128)
@@ -86,17 +87,17 @@ def _choose_stream(num_tokens: int, num_rows: int, size_k: int, epilogue: int) -
     if epilogue == SOFTCAP:
         # E4B at 80 tokens [411 -> 354]. With fewer tokens, both are limited by memory.
         return Tile("stream", 128, 64, 4, 4) if MAX_TOKENS < num_tokens <= MAX_HEAD_TOKENS else None
-    if num_tokens > MAX_STREAM_TOKENS:
+    if num_tokens > MAX_STREAM_TOKENS or (epilogue == GATED and num_tokens == 1):
         return None
     if epilogue == GATED:
         # One to two programs per multiprocessor (of 132) should all run at once, so there are few stages.
-        if 132 < programs <= 264:  # E4B at 1, 4, 8, 48, 80 [-0.4, -1.2, -1.0, -4.4, -2.8]. No better at 32.
+        if 132 < programs <= 264:  # E4B at 4, 8, 48, 80 [-1.2, -1.0, -4.4, -2.8]. No better at 32.
             if few or not some:
                 # Three stages were not measured. With four, only one program fits.
                 return Tile("stream", 64, 64, 4, 4 if num_tokens <= 80 else 3)
             return None
         # 31B at 8, 32 [-5.1, -5.4], 26B [-1.1, -3.6]
-        return Tile("stream", 64, 64, 4, 8) if some and num_tokens > 1 else None
+        return Tile("stream", 64, 64, 4, 8) if some else None
     if num_tokens < 4:
         return None
     if epilogue == GELU_TIMES:  # E4B at 4, 8, 16, 32, 48 [-2.0, -0.2, -1.1, -1.5, -1.8]

@@ -34,7 +34,8 @@ from culet.kernels.triton.quantised.weights import block_k_of, load_weights, sca
 from culet.kernels.types import QuantisedWeight
 
 # Measured on an H200 with the experts of the 26B (docs/log/quantised.md), by the values of a word.
-UP_ROWS, DOWN_ROWS = {8: RowTile(8, 256), 4: RowTile(4, 512, 4, 2)}, RowTile(4, 1024)
+UP_ROWS_ONE, UP_ROWS = {8: RowTile(2, 1024, 8), 4: RowTile(2, 1024, 4)}, RowTile(16, 256, 4, 3)  # one token, and more
+DOWN_ROWS = RowTile(4, 256, 4, 2)
 UP_TILES = {16: GroupTile(16, 64, 128, 4, 3), 32: GroupTile(32, 64, 128, 4, 3), 64: GroupTile(64, 64, 64, 4, 3)}
 DOWN_TILES = {16: GroupTile(16, 128, 64, 4, 4), 32: GroupTile(32, 128, 64, 4, 4), 64: GroupTile(64, 128, 64, 4, 4)}
 # With 128 assignments per tile, results for int8 were wrong on the H200. No tile has more than this.
@@ -53,8 +54,9 @@ def _assigned_up_kernel(
     enter(PDL)
     assignment = tl.program_id(1)
     expert = tl.load(ids + assignment).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    safe_rows = tl.where(rows < F, rows, 0)
+    pair = tl.arange(0, 2 * BLOCK_N)  # a gate row and its up row one after the other, so that one load requests both
+    outputs = tl.program_id(0) * BLOCK_N + pair // 2
+    rows = tl.where(outputs < F, outputs, 0) + pair % 2 * F
     cols = tl.arange(0, BLOCK_K)
     x_ptr = x + (assignment // TOP_K).to(tl.int64) * x_stride
     dtype: tl.constexpr = x.dtype.element_ty
@@ -62,59 +64,66 @@ def _assigned_up_kernel(
     scale += expert * SCALES_OF_EXPERT
     zero += expert * SCALES_OF_EXPERT
     row_scale += expert * (2 * F * ROW_STRIDE)
-    gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    total = tl.zeros((2 * BLOCK_N, BLOCK_K), tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        x_row = tl.load(x_ptr + k + cols, mask=cols < K - k, other=0.0).to(tl.float32)[None, :]
-        gate_tile = load_weights(
-            words, scale, zero, safe_rows, k, K, SCALE_STRIDE, FORMAT, GROUP, ROWS_PER_SCALE, HAS_ZERO,
-            BLOCK_N, BLOCK_K, dtype, BY_HAND, K % BLOCK_K != 0,
+        tile = load_weights(
+            words, scale, zero, rows, k, K, SCALE_STRIDE, FORMAT, GROUP, ROWS_PER_SCALE, HAS_ZERO,
+            2 * BLOCK_N, BLOCK_K, dtype, BY_HAND, K % BLOCK_K != 0,
         )  # fmt: skip
-        up_tile = load_weights(
-            words, scale, zero, F + safe_rows, k, K, SCALE_STRIDE, FORMAT, GROUP, ROWS_PER_SCALE, HAS_ZERO,
-            BLOCK_N, BLOCK_K, dtype, BY_HAND, K % BLOCK_K != 0,
-        )  # fmt: skip
-        gate += gate_tile.to(tl.float32) * x_row
-        up += up_tile.to(tl.float32) * x_row
-    gate_sum, up_sum = tl.sum(gate, 1)[:, None], tl.sum(up, 1)[:, None]
+        x_row = tl.load(x_ptr + k + cols, mask=cols < K - k, other=0.0).to(tl.float32)
+        total += tile.to(tl.float32) * x_row[None, :]
+    sums = tl.sum(total, 1)[:, None]
     if HAS_ROW_SCALE:
-        gate_sum = scale_rows(gate_sum, row_scale, rows, F, ROW_STRIDE, ROW_FACTOR)
-        up_sum = scale_rows(up_sum, row_scale + F * ROW_STRIDE, rows, F, ROW_STRIDE, ROW_FACTOR)
-    out = gelu(gate_sum) * up_sum
-    tl.store(hidden + assignment * F + rows[:, None], out.to(hidden.dtype.element_ty), mask=(rows < F)[:, None])
+        sums = scale_rows(sums, row_scale, rows, 2 * F, ROW_STRIDE, ROW_FACTOR)
+    gate, up = tl.split(tl.reshape(sums, [BLOCK_N, 2]))
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    out = gelu(gate) * up
+    tl.store(hidden + assignment * F + outputs, out.to(hidden.dtype.element_ty), mask=outputs < F)
 
 
 @triton.jit
 def _assigned_down_kernel(
     hidden, ids, weights, y, words, scale, zero, row_scale, y_stride, D: tl.constexpr, TOP_K: tl.constexpr,
-    WORDS_OF_EXPERT: tl.constexpr, SCALES_OF_EXPERT: tl.constexpr,
+    SLOTS: tl.constexpr, WORDS_OF_EXPERT: tl.constexpr, SCALES_OF_EXPERT: tl.constexpr,
     K: tl.constexpr, SCALE_STRIDE: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, ROW_STRIDE: tl.constexpr, ROW_FACTOR: tl.constexpr,
     BY_HAND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute y[t, n] = sum over t's experts of weight * (down row n . hidden), for BLOCK_N rows. K is the experts' width."""
+    """Compute y[t, n] = sum over t's experts of weight * (down row n . hidden), for BLOCK_N rows. K is the experts' width.
+
+    The rows of all experts are requested at once. `ids` are complete before `hidden`, since the kernel before has waited for
+    the router.
+    """
     token = tl.program_id(1)
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    safe_rows = tl.where(rows < D, rows, 0)
-    cols = tl.arange(0, BLOCK_K)
+    pair = tl.arange(0, BLOCK_N * SLOTS)  # each row of every expert
+    slot = pair % SLOTS
+    outputs = tl.program_id(0) * BLOCK_N + pair // SLOTS
+    rows = tl.where(outputs < D, outputs, 0)
+    expert = tl.load(ids + token * TOP_K + tl.minimum(slot, TOP_K - 1)).to(tl.int64)
     dtype: tl.constexpr = hidden.dtype.element_ty
-    BLOCKS_OF_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    words += expert * WORDS_OF_EXPERT
+    scale += expert * SCALES_OF_EXPERT
+    zero += expert * SCALES_OF_EXPERT
     enter(PDL)
-    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for step in tl.range(0, TOP_K * BLOCKS_OF_K, num_stages=STAGES):
-        assignment = token * TOP_K + step // BLOCKS_OF_K
-        k = step % BLOCKS_OF_K * BLOCK_K
-        expert = tl.load(ids + assignment).to(tl.int64)
-        weight = tl.load(weights + assignment)
-        h = tl.load(hidden + assignment * K + k + cols, mask=cols < K - k, other=0.0).to(tl.float32) * weight
+    slots = tl.arange(0, SLOTS)
+    cols = tl.arange(0, BLOCK_K)
+    h_ptrs = hidden + (token * TOP_K + slots)[:, None] * K + cols[None, :]
+    is_slot = (slots < TOP_K)[:, None]
+    total = tl.zeros((BLOCK_N, SLOTS, BLOCK_K), tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         tile = load_weights(
-            words + expert * WORDS_OF_EXPERT, scale + expert * SCALES_OF_EXPERT, zero + expert * SCALES_OF_EXPERT, safe_rows,
-            k, K, SCALE_STRIDE, FORMAT, GROUP, ROWS_PER_SCALE, HAS_ZERO, BLOCK_N, BLOCK_K, dtype, BY_HAND, K % BLOCK_K != 0,
-        ).to(tl.float32)  # fmt: skip
-        if HAS_ROW_SCALE:
-            tile = scale_rows(tile, row_scale + expert * (D * ROW_STRIDE), rows, D, ROW_STRIDE, ROW_FACTOR)
-        total += tile * h[None, :]
-    tl.store(y + token * y_stride + rows, tl.sum(total, 1).to(y.dtype.element_ty), mask=rows < D)
+            words, scale, zero, rows, k, K, SCALE_STRIDE, FORMAT, GROUP, ROWS_PER_SCALE, HAS_ZERO,
+            BLOCK_N * SLOTS, BLOCK_K, dtype, BY_HAND, K % BLOCK_K != 0,
+        )  # fmt: skip
+        h = tl.load(h_ptrs + k, mask=is_slot & (cols < K - k)[None, :], other=0.0).to(tl.float32)
+        total += tl.reshape(tile.to(tl.float32), [BLOCK_N, SLOTS, BLOCK_K]) * h[None, :, :]
+    sums = tl.reshape(tl.sum(total, 2), [BLOCK_N * SLOTS, 1])
+    if HAS_ROW_SCALE:
+        sums = scale_rows(sums, row_scale + expert * (D * ROW_STRIDE), rows, D, ROW_STRIDE, ROW_FACTOR)
+    weight = tl.load(weights + token * TOP_K + slots, mask=slots < TOP_K, other=0.0)
+    sums = tl.reshape(sums, [BLOCK_N, SLOTS]) * weight[None, :]
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(y + token * y_stride + outputs, tl.sum(sums, 1).to(y.dtype.element_ty), mask=outputs < D)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -208,7 +217,8 @@ def describe_assigned(
     num_tokens, top_k = ids_TK.shape
     size, width, pdl = down.num_rows, down.num_columns, bool(extra.get("pdl", False))
     hidden = torch.empty(num_tokens * top_k, width, dtype=x_TD.dtype, device=x_TD.device)
-    up_tile, down_tile = extra.get("up_tile", UP_ROWS[VALUES_PER_WORD[gate_up.format]]), extra.get("down_tile", DOWN_ROWS)
+    up_rows = UP_ROWS_ONE[VALUES_PER_WORD[gate_up.format]] if num_tokens == 1 else UP_ROWS
+    up_tile, down_tile = extra.get("up_tile", up_rows), extra.get("down_tile", DOWN_ROWS)
 
     def launch(kernel: Any, tile: RowTile, grid: tuple[int, int], arguments: dict[str, Any], matrix: PackedMatrix) -> Launch:
         block_k = block_k_of(matrix, min(tile.block_k, next_power_of_2(matrix.num_columns)))
@@ -217,7 +227,8 @@ def describe_assigned(
         return Launch(kernel, grid, given, options(tile.num_warps, pdl))
 
     first = {"x": x_TD, "x_stride": x_TD.stride(0), "F": width}
-    second = {"weights": weights_TK, "y": y_TD, "y_stride": y_TD.stride(0), "D": size}
+    slots = {"SLOTS": next_power_of_2(top_k)}
+    second = {"weights": weights_TK, "y": y_TD, "y_stride": y_TD.stride(0), "D": size, **slots}
     return [
         launch(_assigned_up_kernel, up_tile, (cdiv(width, up_tile.block_n), num_tokens * top_k), first, gate_up),
         launch(_assigned_down_kernel, down_tile, (cdiv(size, down_tile.block_n), num_tokens), second, down),

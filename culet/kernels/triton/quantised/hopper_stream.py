@@ -268,10 +268,11 @@ def blocks_of(num_tokens: int) -> int:
 def _registers(num_tokens: int, num_programs: int, epilogue: int, weight_format: int) -> int:
     """Return the registers per thread. They decide how many programs, also of the next kernel, fit on a multiprocessor.
 
-    With 64 there are four programs, with 96 and 128 two. At 3 to 8 tokens, programs of the next kernel then slow this one down.
+    With 64 there are four programs, with 96 and 128 two. If two are enough, further ones would be unevenly spread, or belong to
+    the next kernel, which slows this one down.
     """
     if num_tokens <= 8:
-        return 64 if num_tokens <= 2 or epilogue == GATED or num_programs > RESIDENT_PROGRAMS else 96
+        return 64 if num_programs > RESIDENT_PROGRAMS else 128 if epilogue == GATED else 96
     return 80 if epilogue == GATED and weight_format in (INT8, FP8) else 128
 
 

@@ -16,8 +16,8 @@ MAX_WARP_TOKENS = 16
 MAX_TILE_TOKENS = 128  # With more, cuBLAS and a dequantised copy are faster.
 STREAM_PROGRAMS = 200  # K is split until there are this many, with up to 8 tokens.
 RESIDENT_PROGRAMS = 264  # two on each of 132 multiprocessors. With more tokens, more programs would run in a second wave.
-STREAM_BYTES = 30e6  # Smaller matrices of 4-bit weights are faster by `warps`.
-BITS_BYTES = 26e6, 20e6  # the same for `hopper_bits` with up to 4 tokens, and with more
+STREAM_BYTES = 2.5e6  # Smaller matrices of 4-bit weights are faster by `warps`.
+BITS_BYTES = 26e6, 20e6  # Smaller matrices are faster by `hopper_stream` than by `hopper_bits`: up to 4 tokens, and more.
 STREAM_GROUP = 32  # inputs per scale of int4. A row of a tile's scales must be 16 bytes.
 NUM_WARPS = {4: 1200, 8: 2400}  # that should run at once, by the bits of a weight
 MAX_SPLIT = 16
@@ -67,18 +67,19 @@ def choose_bits(product: Product, matrix: PackedMatrix) -> Tile | None:
     programs = cdiv(product.num_rows, 64)
     split = product.split(steps, programs, STREAM_PROGRAMS)
     if product.epilogue == GATED:
-        if is_small:
+        if is_small or (split == 1 and programs <= RESIDENT_PROGRAMS):  # 12B: 58.2 by `hopper_stream` instead of 59.3
             return None
         if split == 1:
             return Tile("bits", 64, 256, 4, 2)
         # With half the rows, a split, which writes gate and up as parts, is rare.
         return Tile("bits", 32, 256, 4, 3, product.split(steps, cdiv(product.num_rows, 32), STREAM_PROGRAMS))
     if split > MOST_PARTS and programs >= ENOUGH_PROGRAMS:
-        split = 1  # q/k/v of the 26B, with 11 steps, where `warps` has 11 parts
+        split = 1  # q/k/v of the 26B, with 11 steps
     elif is_small:
         return None
-    # With 5 tokens or more, programs of the next kernel slow this one down. Six stages leave them no shared memory.
-    return Tile("bits", 64, 256, 4, 4 if few or programs * split > RESIDENT_PROGRAMS else 6, split)
+    # Programs of the next kernel slow this one down. Six stages leave them no shared memory.
+    is_crowded = programs * split <= RESIDENT_PROGRAMS and (split > 1 or not few)
+    return Tile("bits", 64, 256, 4, 6 if is_crowded else 4, split)
 
 
 def has_stream_groups(matrix: PackedMatrix) -> bool:
@@ -99,9 +100,10 @@ def choose_stream(product: Product, matrix: PackedMatrix) -> Tile | None:
     programs = cdiv(product.num_rows, 64)
     if product.epilogue == GATED:
         split = product.split(steps, programs, STREAM_PROGRAMS)
-        return Tile("stream", 64, block_k, 4, 2 if is_wide else 3, split)
+        has_room = not is_wide or (few and programs * split <= RESIDENT_PROGRAMS)
+        return Tile("stream", 64, block_k, 4, 3 if has_room else 2, split)
     if few:
-        return Tile("stream", 64, block_k, 4, 5 if is_wide else 4, product.split(steps, programs, STREAM_PROGRAMS))
+        return Tile("stream", 64, block_k, 4, 5 if is_wide else 3, product.split(steps, programs, STREAM_PROGRAMS))
     if is_wide and programs <= RESIDENT_PROGRAMS:
         return Tile("stream", 64, block_k, 4, 5, product.most_resident(steps, programs))
     programs = cdiv(product.num_rows, 128)

@@ -62,30 +62,33 @@ def load_weights(
 ):  # fmt: skip
     """Return columns k to k + BLOCK_K - 1 of the given rows as [BLOCK_N, BLOCK_K].
 
-    Scales of a whole row, and the global scale of nvfp4, are left to the caller. BY_HAND unpacks bfloat16 with bit operations.
-    MASKED allows columns past K, which are not zero. Tokens must be zero there.
+    `words`, `scale` and `zero` point to the matrix, or for each row to the matrix that it belongs to. Scales of a whole row,
+    and the global scale of nvfp4, are left to the caller. BY_HAND unpacks bfloat16 with bit operations. MASKED allows columns
+    past K, which are not zero. Tokens must be zero there.
     """
     PER_WORD: tl.constexpr = 8 if FORMAT == 0 or FORMAT == 3 else 4
     GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP < BLOCK_K else 1
     HAS_GROUPS: tl.constexpr = GROUP < K or ROWS_PER_SCALE > 1
     columns = tl.arange(0, BLOCK_K // PER_WORD)
-    at = words + rows.to(tl.int64)[:, None] * (K // PER_WORD) + k // PER_WORD + columns[None, :]
+    at = (words + rows.to(tl.int64) * (K // PER_WORD))[:, None] + k // PER_WORD + columns[None, :]
     if not MASKED:
         packed = tl.load(at, eviction_policy="evict_first")
     else:
         packed = tl.load(at, mask=(columns < (K - k) // PER_WORD)[None, :], other=0, eviction_policy="evict_first")
     packed = tl.reshape(packed, [BLOCK_N, GROUPS, BLOCK_K // PER_WORD // GROUPS])
     group = tl.arange(0, GROUPS)
-    group_at = (rows // ROWS_PER_SCALE).to(tl.int64)[:, None] * SCALE_STRIDE + k // GROUP + group[None, :]
+    scale_row = (rows // ROWS_PER_SCALE).to(tl.int64) * SCALE_STRIDE
+    group_at = k // GROUP + group[None, :]
+    zero_at = (zero + scale_row)[:, None] + group_at
     if HAS_GROUPS:
-        scales = _load_groups(scale + group_at, group * GROUP < K - k, MASKED)[:, :, None]
+        scales = _load_groups((scale + scale_row)[:, None] + group_at, group * GROUP < K - k, MASKED)[:, :, None]
         if FORMAT == 3:
             scales = e4m3_to_float(scales)
     if BY_HAND:
         if FORMAT == 0:
             middle = tl.full([BLOCK_N, GROUPS, 1], -136.0, tl.bfloat16)
             if HAS_ZERO:
-                points = _load_groups(zero + group_at, group * GROUP < K - k, MASKED)
+                points = _load_groups(zero_at, group * GROUP < K - k, MASKED)
                 middle = (-128.0 - points.to(tl.float32)).to(tl.bfloat16)[:, :, None]
             if HAS_GROUPS:
                 tile = eight_in_order(int4_values(packed, scales.to(tl.bfloat16), middle), BLOCK_N, BLOCK_K)
@@ -107,7 +110,7 @@ def load_weights(
     else:
         wide = _values(packed, FORMAT, PER_WORD)
         if HAS_ZERO:
-            wide -= _load_groups(zero + group_at, group * GROUP < K - k, MASKED).to(tl.float32)[:, :, None, None]
+            wide -= _load_groups(zero_at, group * GROUP < K - k, MASKED).to(tl.float32)[:, :, None, None]
         elif FORMAT == 0:
             wide -= 8.0
         if HAS_GROUPS:
