@@ -27,7 +27,8 @@ EXPLORE_REST = 128  # average steps between optimistic starts if the average is 
 START_WEIGHT = 2.0  # weight of the prior in compared drafts, and of older evidence in a try, because text changes
 DECAY = 0.93  # weight of a sequence's older rounds, per round
 BETTER_SHARE, WORSE_SHARE = 1 / 4, 1 / 64  # weights of a finished request above the average, and below it
-MIN_GAIN = 1.03  # least gain in tokens per second over no drafts
+# Least gain in tokens per second over no drafts. Costs and acceptance are not known well enough to tell less from a loss.
+MIN_GAIN = 1.1
 TRY_ACCEPTANCE = 0.9  # acceptance that a try hopes for
 TRY_SHARE = 0.005  # share of time that a sequence without drafts spends on its first try (later tries get less)
 MIN_REST, MAX_REST = 8, 256  # steps before a try
