@@ -77,7 +77,7 @@ def simulate(num_pages: int, arrivals: list[tuple[float, int, int]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pages", default="5500,5570,5600,5630,5660,5690,5840", help="sizes of the cache in pages of 12.5 MiB")
+    parser.add_argument("--pages", default="5300,5476,5570,5669,5840", help="sizes of the cache in pages of 12.5 MiB")
     arguments = parser.parse_args()
     random = Random(0)
     chats = [(0.0, 1000, 1000)] * 80

@@ -87,7 +87,7 @@ def reserved_pages(seq: Sequence, budget: int) -> int:
         group = pages.group
         peak = min(group.pages_for(seq.prefill_end) + 1, group.pages_for(seq.max_kv_len))
         peak = max(peak, group.pages_for(seq.prefill_end + group.ahead))
-        bound = max_held_pages(group, min(budget, seq.num_uncomputed), 1)
+        bound = max_held_pages(group, min(budget, seq.max_chunk, seq.num_uncomputed), 1)
         if bound is not None:
             peak = min(peak, bound)
         reserved += max(0, peak - pages.num_held)

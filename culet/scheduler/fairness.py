@@ -17,7 +17,11 @@ from culet.scheduler.sequence import Sequence
 
 BY_ORDER = attrgetter("order")
 BY_RANK = attrgetter("request.priority", "rank", "order")  # after `rank`
-SLICE_FACTOR = 10  # a time slice has this many times the work of computing its sequence again, so at most a tenth is lost
+SLICE_FACTOR = 4  # a time slice has this many times the work of computing its sequence again,
+LEAST_STEPS = 4  # which counts as at least this many steps
+NEW_SLICES = 4  # a new sequence takes part after it has waited for as long as this many slices,
+FEW_NEW = 8  # if at least this many sequences are running for each new one
+AGAIN_STEPS, AGAIN_TOKENS = 24, 64  # a sequence is computed again in so many steps, but not in pieces of fewer tokens
 
 
 class _Tenant:
@@ -137,6 +141,9 @@ class TimeSlices:
     Otherwise a preempted sequence would wait until another one ends. If all have long answers, its client would see the text
     stop for as long. And if all end at about the same time, it would run alone afterwards, in steps that take nearly as long
     as those of the whole batch. Slices are measured in tokens, so that plans do not depend on the speed of the machine.
+
+    A sequence is computed again in small pieces. Beside the tokens of running sequences they cost hardly any time, because a
+    small step waits for weights, and a small piece needs few pages at a time.
     """
 
     def __init__(self, min_step: int) -> None:
@@ -150,12 +157,18 @@ class TimeSlices:
         """Count a step of this many tokens."""
         self._work += max(num_tokens, self._min_step)
 
+    def wait(self, seq: Sequence) -> None:
+        """Note that a new sequence waits."""
+        seq.waiting_since = self._work
+
     def start(self, seq: Sequence) -> None:
         """Note that a sequence starts to run, perhaps not for the first time."""
         seq.started_at = self._work
 
     def stop(self, seq: Sequence) -> None:
-        """Note that a sequence loses its pages."""
+        """Note that a sequence loses its pages, and decide in which pieces it is computed again."""
+        if not seq.request.media:  # which may need larger pieces
+            seq.max_chunk = max(AGAIN_TOKENS, len(seq.tokens) // AGAIN_STEPS)
         self._next_at = max(self._next_at, self._work) + self._slice(seq)
 
     def making_way(
@@ -171,28 +184,40 @@ class TimeSlices:
                 return
             yield pair[1]
         head = queue.head()
-        # A sequence that has never run must wait until another one ends.
-        if head is None or head.started_at is None or self._work < self._next_at or (missing := num_missing(head)) <= 0:
+        if head is None or self._work < self._next_at or (missing := num_missing(head)) <= 0:
             return
-        last = max(seq.place[0] for seq in (*running, *queue) if seq.started_at is not None)
+        if head.started_at is None and len(queue) * FEW_NEW > len(running):
+            return  # many new sequences wait until others end
+        num_new = sum(seq.started_at is None for seq in queue)
+        sharing = [seq for seq in queue if self._takes_part(seq, num_new, len(running))]
+        if head not in sharing:
+            return
+        last = max(seq.place[0] for seq in (*running, *sharing))
         for seq in self._whose_slice_is_over(head, running, missing):
             self._num_moves += 1
-            seq.place = last, self._num_moves  # behind all that have ever run, and before those that have not
+            seq.place = last, self._num_moves  # behind all that share the cache, and before other new ones
             yield seq
+
+    def _takes_part(self, seq: Sequence, num_new: int, num_running: int) -> bool:
+        """Return whether running sequences make way for `seq` in turn. New ones must be few, and have waited long."""
+        has_waited = self._work - seq.waiting_since >= NEW_SLICES * self._slice(seq)
+        return seq.started_at is not None or (has_waited and num_new * FEW_NEW <= num_running)
 
     def _whose_slice_is_over(self, head: Sequence, running: Collection[Sequence], num_missing: int) -> list[Sequence]:
         """Return the sequences that make way for `head`, which lacks `num_missing` pages, or [] if it must wait.
 
-        They are those of the same tenant that have run longest. One that will end within a slice stays.
+        They are those of the same tenant that have run longest. If a sequence will end within a slice, `head` waits for that.
         """
         step = max(len(running), self._min_step)
+        if any(seq.num_left * step < self._slice(seq) for seq in running):
+            return []
         candidates = [
             seq
             for seq in running
             if seq.tenant == head.tenant
             and seq.request.priority >= head.request.priority
             and seq.num_uncomputed == 1
-            and self._done_since_start(seq) >= self._slice(seq) <= seq.num_left * step
+            and self._done_since_start(seq) >= self._slice(seq)
         ]
         candidates.sort(key=lambda seq: (self._done_since_start(seq), seq.arrival))
         chosen: list[Sequence] = []
@@ -206,8 +231,8 @@ class TimeSlices:
         return self._work - seq.started_at
 
     def _slice(self, seq: Sequence) -> int:
-        """Return how much work a slice has if this sequence must be computed again for it, which takes at least a step."""
-        return SLICE_FACTOR * max(len(seq.tokens), self._min_step)
+        """Return how much work a slice has if this sequence must be computed again for it."""
+        return SLICE_FACTOR * max(len(seq.tokens), LEAST_STEPS * self._min_step)
 
 
 def rank(running: Iterable[Sequence]) -> list[Sequence]:

@@ -107,6 +107,8 @@ class Scheduler:
         is_cached = self.page_allocator.prefix is not None
         first = samples_of(request, arrival, self._clock(), self.layout, self.features, is_cached=is_cached)
         self._alive[request.request_id] = {seq.sample: seq for seq in (first, *first.siblings)}
+        for seq in (first, *first.siblings):
+            self._slices.wait(seq)
         if held:
             self._held[request.request_id] = first
         else:

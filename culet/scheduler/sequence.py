@@ -8,6 +8,7 @@ first token. If the sequence is planned again before that, its pages reach as fa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 from culet.cache.content import PrefixContent
@@ -61,7 +62,9 @@ class Sequence:
         self.sampling: Sampling = request.sampling_of(sample)
         self.arrival = arrival
         self.place = arrival, 0  # its place in the order. The second number is not 0 after it made way for another one.
-        self.started_at: int | None = None  # the work that `TimeSlices` had counted when it last started
+        self.waiting_since = 0  # the work that `TimeSlices` had counted when it came
+        self.started_at: int | None = None  # the work that it had counted when this last started
+        self.max_chunk = sys.maxsize  # tokens that a row may have while this is computed again
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         # What the prefix cache compares, or None without one.
@@ -144,7 +147,7 @@ class Sequence:
 
     def _chunk_of(self, limit: int) -> int:
         """Return the most tokens of a next row of at most `limit`, which may still end inside media."""
-        end = self.num_computed + min(limit, self.num_uncomputed)
+        end = self.num_computed + min(limit, self.num_uncomputed, self.max_chunk)
         if self.is_scored_next:
             end = min(end, max(self.num_computed + MAX_SCORED_CHUNK, self.num_computed + self.min_chunk))
         elif self.needs_scoring:

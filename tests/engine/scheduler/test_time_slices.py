@@ -58,7 +58,7 @@ def test_a_batch_beyond_the_cache_ends_sooner_and_pauses_less(monkeypatch: pytes
 
 @pytest.mark.parametrize("num_pages", [100, 130, 156])
 def test_little_is_computed_again(num_pages: int) -> None:
-    """Computing again what was preempted is at most a tenth of the work. It takes as long as a smallest step, or longer."""
+    """Computing again what was preempted is at most a quarter of the work. It takes as long as a smallest step, or longer."""
     batch = run_batch(num_pages)
     assert batch.num_preemptions > 2
     assert 0 < batch.num_tokens - 8 * (20 + 300 - 1) <= batch.work / fairness.SLICE_FACTOR
@@ -75,7 +75,7 @@ def running(drive: Drive) -> list[str]:
 
 
 def test_a_new_request_waits_for_an_end() -> None:
-    """Its client has seen nothing that could stop, and running answers do not pause for newcomers."""
+    """Its client has seen nothing that could stop, and too few answers are running for them to pause for a newcomer."""
     drive = make(num_pages=80, seqs=3)
     fill(drive, 3)
     drive.step()
@@ -86,6 +86,46 @@ def test_a_new_request_waits_for_an_end() -> None:
     assert drive.scheduler.counters.preemptions == 0
 
 
+@pytest.mark.parametrize("num_new", [1, 2])
+def test_a_few_new_requests_take_part_after_a_while(num_new: int) -> None:
+    """One beside eight running answers has a turn after it has waited for four slices. Two wait for an end."""
+    drive = make(num_pages=400, seqs=8)
+    fill(drive, 8, length=400)
+    drive.step()
+    fill(drive, num_new, length=400, name="new")
+    slice_steps = fairness.SLICE_FACTOR * fairness.LEAST_STEPS
+    for _ in range(fairness.NEW_SLICES * slice_steps - 1):
+        drive.step()
+        assert "new0" not in running(drive)
+    for _ in range(4):
+        drive.step()
+    assert ("new0" in running(drive)) == (num_new == 1)
+    if num_new == 1:
+        made_way = next(name for name in (f"old{number}" for number in range(8)) if name not in running(drive))
+        for _ in range(slice_steps + 4):
+            drive.step()
+        assert made_way in running(drive)  # has its turn before the new one has ended
+    drive.run()
+    drive.check_end()
+
+
+def test_a_sequence_is_computed_again_in_pieces_beside_others() -> None:
+    drive = make(num_pages=400, seqs=2, budget=512, prefix_caching=False)
+    drive.add(endless("old0", 20, 600))
+    drive.add(endless("old1", 300, 600))
+    for _ in range(20):
+        drive.step()
+    slot = next(seq.slot for seq in drive.scheduler._running if seq.request.request_id == "old1")
+    preempt(drive, "old1")
+    sizes: list[int] = []
+    while not sizes or sizes[-1] > 1:
+        plan = drive.step()
+        assert plan is not None
+        sizes += [row.num_new for row in plan.rows if row.slot == slot]
+    assert max(sizes) == fairness.AGAIN_TOKENS
+    assert len(sizes) >= 300 // fairness.AGAIN_TOKENS
+
+
 def preempt(drive: Drive, name: str) -> None:
     scheduler = drive.scheduler
     scheduler._preempt(next(seq for seq in scheduler._running if seq.request.request_id == name))
@@ -93,11 +133,11 @@ def preempt(drive: Drive, name: str) -> None:
 
 def test_whoever_makes_way_goes_on_before_new_requests() -> None:
     drive = make(num_pages=80, seqs=2)
-    fill(drive, 2)
+    fill(drive, 2, length=200)
     for _ in range(20):
         drive.step()
     preempt(drive, "old1")
-    drive.add(endless("urgent", 20, 40, priority=-1))  # takes the free slot
+    drive.add(endless("urgent", 20, 80, priority=-1))  # takes the free slot
     drive.add(endless("new", 20, 5))
     seen = []
     while drive.scheduler.has_work:
