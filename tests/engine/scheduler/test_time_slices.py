@@ -139,7 +139,7 @@ def test_whoever_makes_way_goes_on_before_new_requests() -> None:
     preempt(drive, "old1")
     drive.add(endless("urgent", 20, 80, priority=-1))  # takes the free slot
     drive.add(endless("new", 20, 5))
-    seen = []
+    seen: list[list[str]] = []
     while drive.scheduler.has_work:
         drive.step()
         seen += [now for now in [running(drive)] if seen[-1:] != [now]]
