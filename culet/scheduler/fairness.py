@@ -157,9 +157,10 @@ class TimeSlices:
         """Count a step of this many tokens."""
         self._work += max(num_tokens, self._min_step)
 
-    def wait(self, seq: Sequence) -> None:
-        """Note that a new sequence waits."""
-        seq.waiting_since = self._work
+    def wait(self, *new: Sequence) -> None:
+        """Note that new sequences wait."""
+        for seq in new:
+            seq.waiting_since = self._work
 
     def start(self, seq: Sequence) -> None:
         """Note that a sequence starts to run, perhaps not for the first time."""

@@ -107,8 +107,7 @@ class Scheduler:
         is_cached = self.page_allocator.prefix is not None
         first = samples_of(request, arrival, self._clock(), self.layout, self.features, is_cached=is_cached)
         self._alive[request.request_id] = {seq.sample: seq for seq in (first, *first.siblings)}
-        for seq in (first, *first.siblings):
-            self._slices.wait(seq)
+        self._slices.wait(first, *first.siblings)
         if held:
             self._held[request.request_id] = first
         else:
@@ -351,11 +350,9 @@ class Scheduler:
             return []
         if not seq.ready_part(match.resume, min(budget, len(seq.tokens) - match.resume)):
             return []
-        if match.point is not None:
-            rows = self._start(seq, match, budget, reserved)
-            # A sequence that would run alone must start in any case. It then starts without the point, which may be evicted.
-            if rows or self._running:
-                return rows
+        # A sequence that would run alone must start in any case. It then starts without the point, which may be evicted.
+        if match.point is not None and ((rows := self._start(seq, match, budget, reserved)) or self._running):
+            return rows
         return self._start(seq, Match(None, 0, match.known), budget, reserved)
 
     def _start(self, seq: Sequence, match: Match, budget: int, reserved: int) -> list[PlannedRow]:
