@@ -136,14 +136,14 @@ class FairQueue:
 
 
 class TimeSlices:
-    """Decides when a running sequence makes way for a preempted one, because the cache has no room for both.
+    """Decides when a running sequence makes way for one that waits, because the cache has no room for both.
 
     Otherwise a preempted sequence would wait until another one ends. If all have long answers, its client would see the text
     stop for as long. And if all end at about the same time, it would run alone afterwards, in steps that take nearly as long
     as those of the whole batch. Slices are measured in tokens, so that plans do not depend on the speed of the machine.
 
-    A sequence is computed again in small pieces. Beside the tokens of running sequences they cost hardly any time, because a
-    small step waits for weights, and a small piece needs few pages at a time.
+    A preempted sequence is computed again in small pieces. They add little time to the steps of running sequences, which mostly
+    wait for weights, and they need few pages at a time.
     """
 
     def __init__(self, min_step: int) -> None:
@@ -200,7 +200,7 @@ class TimeSlices:
             yield seq
 
     def _takes_part(self, seq: Sequence, num_new: int, num_running: int) -> bool:
-        """Return whether running sequences make way for `seq` in turn. New ones must be few, and have waited long."""
+        """Return whether `seq` gets turns in place of running sequences. A new one must have waited long, and be one of few."""
         has_waited = self._work - seq.waiting_since >= NEW_SLICES * self._slice(seq)
         return seq.started_at is not None or (has_waited and num_new * FEW_NEW <= num_running)
 
@@ -232,7 +232,7 @@ class TimeSlices:
         return self._work - seq.started_at
 
     def _slice(self, seq: Sequence) -> int:
-        """Return how much work a slice has if this sequence must be computed again for it."""
+        """Return the work in a time slice, which depends on how long it takes to compute this sequence again."""
         return SLICE_FACTOR * max(len(seq.tokens), LEAST_STEPS * self._min_step)
 
 

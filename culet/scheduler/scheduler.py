@@ -350,7 +350,7 @@ class Scheduler:
             return []
         if not seq.ready_part(match.resume, min(budget, len(seq.tokens) - match.resume)):
             return []
-        # A sequence that would run alone must start in any case. It then starts without the point, which may be evicted.
+        # If nothing else is running, the sequence must start. So it tries again without the point, which may then be evicted.
         if match.point is not None and ((rows := self._start(seq, match, budget, reserved)) or self._running):
             return rows
         return self._start(seq, Match(None, 0, match.known), budget, reserved)

@@ -21,7 +21,7 @@ MIN_OVERHEAD = 0.02  # smallest modelled overhead of a round, because a noisy pr
 # Costs may be wrong by this factor until a comparison confirms them. In simulations that alternate good and bad chats, 3 makes
 # good chats slower, and 5 bad ones.
 DOUBT = 4.0
-# Steps that are run to time them: some with drafts, and some without before and after them. Two of each kind do not count: the
+# Steps of a block that is run to be timed: rounds with drafts between plain steps. Two of each kind do not count: the
 # first still verifies the drafts of the kind before, and the next one has no step of its kind right before it.
 TIMED_ROUNDS, TIMED_PLAIN = MIN_ROUNDS + 2, MIN_TIMES + 2
 TIMED_FIRST, TIMED_LAST = 16, 2048  # steps of a batch size before it is timed first, and the most before it is timed again

@@ -112,7 +112,7 @@ class Engines:
 
     @property
     def stats(self) -> Stats | None:
-        """The sum of the latest reports of the engines that are alive."""
+        """The sum of the latest reports from all running engines."""
         alive = [engine for engine in self.parts if engine.state is not State.DEAD]
         return total([engine.stats for engine in alive if engine.stats is not None])
 

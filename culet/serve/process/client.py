@@ -195,7 +195,7 @@ class EngineClient(asyncio.Protocol):
 
     @property
     def num_in_flight(self) -> int:
-        """The number of requests that have not ended. The engine may have finished some whose clients are still reading."""
+        """The number of requests in progress, including finished answers that clients are still reading."""
         return len(self._streams)
 
     @property

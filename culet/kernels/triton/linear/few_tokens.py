@@ -214,7 +214,7 @@ _workspaces: dict[tuple[torch.device, str], tuple[Tensor, Tensor]] = {}
 def workspace(device: torch.device, user: str = "linear") -> tuple[Tensor, Tensor]:
     """Return the parts and arrival counters of `user` on `device`. They are allocated once.
 
-    Launches of one user never run at the same time. Every launch leaves the counters at zero.
+    Launches that share it never overlap, and each one leaves the counters at zero.
     """
     if (device, user) not in _workspaces:
         parts = torch.empty(MAX_PARTS, dtype=torch.float32, device=device)
