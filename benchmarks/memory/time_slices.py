@@ -1,7 +1,7 @@
 """Simulate chats of the 31B that do not fit the cache, with and without time slices: `python benchmarks/memory/time_slices.py`.
 
-The scheduler and the pages are the real ones. A step takes as long as it would on one H200: 2 ms, plus 14.8 ms for the weights
-or 92 us per token, whichever is longer, plus the time to read the keys and values at 4.3 TB/s.
+The scheduler and the pages are the real ones. A step takes as long as on one H200 (docs/log/memory-and-cache.md, "Steps of 80
+chats"): the products by its tokens, then reading the keys and values at 4.3 TB/s. The attention of a chunk runs beside that.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from culet.types import Drawn, Request, Sampling, StepPlan, StepResult
 GREEDY = Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, (), 0, 0, None, None)
 WINDOW, SLIDING_PAGE, GLOBAL_PAGE = 1024, 16, 256
 SLIDING_BYTES, GLOBAL_BYTES = 819_200, 51_200  # per token, of all layers
+BYTES_PER_S = 4.3e12
+PRODUCTS_S = ((16, 0.0152), (80, 0.0170), (128, 0.0182))  # up to so many tokens
+PADDED, MAX_PADDED = 64, 384
+CHUNK_S = 0.003  # attention of a short chunk
 
 
 class Clock:
@@ -38,19 +42,29 @@ def layout() -> CacheLayout:
 
 def seconds(plan: StepPlan) -> float:
     """Return how long a step takes."""
-    ends = [row.start + row.num_new for row in plan.rows]
+    ends = [row.start + row.num_new for row in plan.rows if row.num_new == 1]
     num_bytes = sum(min(end, WINDOW) * SLIDING_BYTES + end * GLOBAL_BYTES for end in ends)
-    return 0.002 + max(0.0148, plan.num_tokens * 92e-6) + num_bytes / 4.3e12
+    chunk_s = CHUNK_S if len(ends) < len(plan.rows) else 0.0
+    return products_s(plan.num_tokens) + max(chunk_s, num_bytes / BYTES_PER_S)
+
+
+def products_s(num_tokens: int) -> float:
+    """Return how long everything but attention takes. Up to 384 tokens, a step with a chunk is padded."""
+    for limit, time_s in PRODUCTS_S:
+        if num_tokens <= limit:
+            return time_s
+    return 0.004 + 94e-6 * (-(-num_tokens // PADDED) * PADDED if num_tokens <= MAX_PADDED else num_tokens)
 
 
 def simulate(num_pages: int, arrivals: list[tuple[float, int, int]]) -> str:
     """Run requests, given as (arrival in seconds, tokens of the prompt, tokens of the answer). Return a row of the table."""
     clock, waiting = Clock(), sorted(arrivals, reverse=True)
-    config = ScheduleConfig(128, 8192, 10_000)
+    config = ScheduleConfig(128, 8192, 10_000, max_step_ms=0)
     scheduler = Scheduler(layout(), num_pages, config, max_model_len=34_000, prefix_caching=False, clock=clock)
     begun: dict[str, float] = {}
     last: dict[str, float] = {}
     pauses, durations, num_tokens = [0.0], [], 0
+    plans: list[StepPlan] = []  # whose results are not applied yet
     while waiting or scheduler.has_work:
         while waiting and (waiting[-1][0] <= clock.now or not scheduler.has_work):
             at, prompt_len, max_tokens = waiting.pop()
@@ -59,8 +73,11 @@ def simulate(num_pages: int, arrivals: list[tuple[float, int, int]]) -> str:
             begun[name] = at
             tokens = (len(begun), *[7] * (prompt_len - 1))
             scheduler.add(Request(name, tokens, GREEDY, 1, max_tokens, frozenset()))
-        plan = scheduler.schedule()
-        assert plan is not None
+        if (plan := scheduler.schedule()) is not None:
+            plans.append(plan)
+        if plan is not None and len(plans) < 2:
+            continue  # as on a GPU, a step is planned before the result of the last one is known
+        plan = plans.pop(0)
         clock.now += seconds(plan)
         drawn = tuple(Drawn(slot, (5,), (), 0) for row in plan.rows for slot in row.draw_slots)
         scheduler.apply(StepResult(plan.step_id, drawn, {}))

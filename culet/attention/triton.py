@@ -7,6 +7,7 @@ Hopper, decoding with a latent cache and prefill by the text rule have their own
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from torch import Tensor
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.cache.spec import KVGroup
+from culet.kernels.captures import side_by_side
 from culet.kernels.triton.attention.decode import decode_launches
 from culet.kernels.triton.attention.hopper_decode import hopper_decode_launches, hopper_decode_supports, hopper_decode_tile
 from culet.kernels.triton.attention.hopper_parts import KEYS
@@ -31,6 +33,7 @@ from culet.kernels.types import PagedKV, RaggedRows
 
 MANY_ROWS = 1 << 10  # enough rows to get the tile for a full GPU
 FEW_QUERIES = 16  # rows with up to this many query tokens are split along their keys
+MANY_BYTES = 128 << 20  # if the rows with few query tokens read this much, the others run beside them
 
 LongRow = tuple[int, int, int, int]  # row, its first token, number of query tokens, position of the first token
 
@@ -51,6 +54,7 @@ class _Plan:
 
     batch: ForwardBatch
     max_queries: int  # in rows with few query tokens, rounded up to a power of two, or 0 without such rows
+    few_bytes: int  # keys and values that these rows read in a layer
     is_few_masked: bool  # whether one of these rows has intervals per token
     long_rows: list[LongRow]  # by the text rule
     masked_rows: list[LongRow]  # with intervals per token
@@ -75,7 +79,7 @@ class TritonBackend:
         """Sort the rows by kernel. If all rows have few query tokens, there is no device work."""
         has_masks = batch.groups[self.group.index].visible_2T is not None
         ends = accumulate(row.num_queries for row in batch.rows)
-        max_few, is_few_masked = 0, False
+        max_few, num_few_keys, is_few_masked = 0, 0, False
         long_rows: list[LongRow] = []
         masked_rows: list[LongRow] = []
         for index, (row, end) in enumerate(zip(batch.rows, ends, strict=True)):
@@ -85,8 +89,10 @@ class TritonBackend:
                 (masked_rows if is_masked else long_rows).append(facts)
             elif row.num_queries:
                 max_few, is_few_masked = max(max_few, row.num_queries), is_few_masked or is_masked
+                num_few_keys += min(row.start + row.num_queries, self.group.window or sys.maxsize)
         max_queries = min(self.few_queries, 1 << (max_few - 1).bit_length()) if max_few else 0
-        self._plans = [*self._plans[-1:], _Plan(batch, max_queries, is_few_masked, long_rows, masked_rows)]
+        few_bytes = num_few_keys * self.group.spec.bytes_per_token
+        self._plans = [*self._plans[-1:], _Plan(batch, max_queries, few_bytes, is_few_masked, long_rows, masked_rows)]
 
     def run(self, layer: int, batch: ForwardBatch, pool: Pool, q_TNH: Tensor, k_TGH: Tensor, v_TGH: Tensor) -> Tensor:
         """Launch the kernels of one layer."""
@@ -96,19 +102,32 @@ class TritonBackend:
         rows = RaggedRows(batch.row_begin_B1, batch.context_B)
         masked = RaggedRows(batch.row_begin_B1, batch.context_B, facts.visible_2T)
         out_TNH = q_TNH.new_empty(q_TNH.shape)
-        if plan.max_queries:
-            self._run_few(plan.max_queries, q_TNH, kv, masked if plan.is_few_masked else rows, out_TNH)
-        if plan.long_rows or plan.masked_rows:
-            fresh = (k_TGH, v_TGH) if k_TGH.shape[0] == batch.num_tokens else None
-            tile, tiles = self._long_tiles(plan, q_TNH, kv, has_fresh=fresh is not None)
-            if tiles.paged_X5 is not None:
-                hopper_prefill_launch(q_TNH, kv, tiles.paged_X5, fresh=None, out_TNH=out_TNH).run()
-            if tiles.fresh_X5 is not None:
-                hopper_prefill_launch(q_TNH, kv, tiles.fresh_X5, fresh=fresh, out_TNH=out_TNH).run()
-            if tiles.general_X5 is not None:
-                prefill_launch(q_TNH, kv, rows, tiles.general_X5, fresh=fresh, out_TNH=out_TNH, tile=tile).run()
-            if tiles.masked_X5 is not None:
-                prefill_launch(q_TNH, kv, masked, tiles.masked_X5, fresh=fresh, out_TNH=out_TNH, tile=tile).run()
+
+        def run_few() -> None:
+            if plan.max_queries:
+                self._run_few(plan.max_queries, q_TNH, kv, masked if plan.is_few_masked else rows, out_TNH)
+
+        if not (plan.long_rows or plan.masked_rows):
+            run_few()
+            return out_TNH
+        fresh = (k_TGH, v_TGH) if k_TGH.shape[0] == batch.num_tokens else None
+        tile, tiles = self._long_tiles(plan, q_TNH, kv, has_fresh=fresh is not None)
+        launches: list[Launch] = []
+        if tiles.paged_X5 is not None:
+            launches.append(hopper_prefill_launch(q_TNH, kv, tiles.paged_X5, fresh=None, out_TNH=out_TNH))
+        if tiles.fresh_X5 is not None:
+            launches.append(hopper_prefill_launch(q_TNH, kv, tiles.fresh_X5, fresh=fresh, out_TNH=out_TNH))
+        if tiles.general_X5 is not None:
+            launches.append(prefill_launch(q_TNH, kv, rows, tiles.general_X5, fresh=fresh, out_TNH=out_TNH, tile=tile))
+        if tiles.masked_X5 is not None:
+            launches.append(prefill_launch(q_TNH, kv, masked, tiles.masked_X5, fresh=fresh, out_TNH=out_TNH, tile=tile))
+
+        def run_long() -> None:
+            for launch in launches:
+                launch.run()
+
+        # A chunk has few programs that take long, and leaves most of the memory's bandwidth to the other rows.
+        side_by_side(run_few, run_long, q_TNH.device, is_long=plan.few_bytes >= MANY_BYTES, is_urgent=True)
         return out_TNH
 
     def run_share(self, layer: int, batch: ForwardBatch, pool: Pool, q_TNH: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ import torch
 T = TypeVar("T")
 U = TypeVar("U")
 _SAME_SIZE = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}  # types that every library knows, by their bytes
-STEP_PRIORITY, TOWER_PRIORITY = -1, 0  # If both have a kernel that could start, that of the step starts.
+# If several have a kernel that could start, the one with the lowest number starts.
+URGENT_PRIORITY, STEP_PRIORITY, TOWER_PRIORITY = -2, -1, 0
 
 
 def step_stream(device: torch.device) -> torch.cuda.Stream:
@@ -19,17 +20,22 @@ def step_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=STEP_PRIORITY)
 
 
-_second_stream = cache(step_stream)  # by device
+@cache
+def _second_stream(device: torch.device, *, is_urgent: bool) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=URGENT_PRIORITY if is_urgent else STEP_PRIORITY)
 
 
-def side_by_side(first: Callable[[], T], second: Callable[[], U], device: torch.device) -> tuple[T, U]:
+def side_by_side(
+    first: Callable[[], T], second: Callable[[], U], device: torch.device, *, is_long: bool = False, is_urgent: bool = False
+) -> tuple[T, U]:
     """Return the results of two independent calls. In a captured graph, they run at the same time.
 
-    Elsewhere they run one after the other. Their launches must not share a workspace.
+    Elsewhere, they do so only if `is_long`, because the host needs 15 us for it. Otherwise they run one after the other. If
+    `is_urgent`, the second one need not wait until the first leaves room. Their launches must not share a workspace.
     """
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or not (is_long or torch.cuda.is_current_stream_capturing()):
         return first(), second()
-    stream, second_stream = torch.cuda.current_stream(device), _second_stream(device)
+    stream, second_stream = torch.cuda.current_stream(device), _second_stream(device, is_urgent=is_urgent)
     second_stream.wait_stream(stream)
     with torch.cuda.stream(second_stream):
         # Memory allocated here is used again only on this stream, which by then has waited for every reader.

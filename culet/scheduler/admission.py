@@ -99,6 +99,11 @@ def promised_pages(running: Iterable[Sequence], budget: int) -> int:
     return sum(reserved_pages(seq, budget) for seq in running if seq.num_uncomputed > 1)
 
 
+def lacking_pages(running: Iterable[Sequence], available: int) -> int:
+    """Return about how many pages the sequences that decode lack for their next tokens."""
+    return sum(seq.num_uncomputed == 1 and not seq.pages_unchanged() for seq in running) - available
+
+
 def pages_to_start(seq: Sequence, budget: int) -> int:
     """Return how many pages a waiting sequence needs if nothing of it is cached."""
     seq.prefill_end = len(seq.tokens)

@@ -186,7 +186,7 @@ def share_budget(ready: Iterable[Sequence], budget: int, waiting: Sequence | Non
     for seq in prefills:
         # The first one can always continue.
         share = max(shares[seq.tenant], seq.min_chunk) if seq is prefills[0] else shares[seq.tenant]
-        num_new = seq.chunk_within(min(left, share))
+        num_new = seq.chunk_within(min(left, share, seq.piece_beside(budget - left)))
         if num_new:
             left -= num_new
             shares[seq.tenant] -= min(num_new, shares[seq.tenant])

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 
-from culet.scheduler.sequence import Sequence
+from culet.scheduler.sequence import TILE, Sequence
 
 BY_ORDER = attrgetter("order")
 BY_RANK = attrgetter("request.priority", "rank", "order")  # after `rank`
@@ -21,7 +21,7 @@ SLICE_FACTOR = 4  # a time slice has this many times the work of computing its s
 LEAST_STEPS = 4  # which counts as at least this many steps
 NEW_SLICES = 4  # a new sequence takes part after it has waited for as long as this many slices,
 FEW_NEW = 8  # if at least this many sequences are running for each new one
-AGAIN_STEPS, AGAIN_TOKENS = 24, 64  # a sequence is computed again in so many steps, but not in pieces of fewer tokens
+AGAIN_STEPS, AGAIN_TOKENS = 64, 32  # a sequence is computed again in up to so many steps, but not in pieces of fewer tokens
 
 
 class _Tenant:
@@ -143,7 +143,7 @@ class TimeSlices:
     as those of the whole batch. Slices are measured in tokens, so that plans do not depend on the speed of the machine.
 
     A preempted sequence is computed again in small pieces. They add little time to the steps of running sequences, which mostly
-    wait for weights, and they need few pages at a time.
+    wait for weights, and they need few pages at a time. A piece fills the tile of tokens that the running ones have begun.
     """
 
     def __init__(self, min_step: int) -> None:
@@ -168,64 +168,93 @@ class TimeSlices:
 
     def stop(self, seq: Sequence) -> None:
         """Note that a sequence loses its pages, and decide in which pieces it is computed again."""
+        seq.was_preempted = True
         if not seq.request.media:  # which may need larger pieces
-            seq.max_chunk = max(AGAIN_TOKENS, len(seq.tokens) // AGAIN_STEPS)
+            seq.max_chunk = max(AGAIN_TOKENS, len(seq.tokens) // AGAIN_STEPS) + TILE - 1
         self._next_at = max(self._next_at, self._work) + self._slice(seq)
 
     def making_way(
-        self, queue: FairQueue, running: Collection[Sequence], num_missing: Callable[[Sequence], int]
+        self,
+        queue: FairQueue,
+        running: Collection[Sequence],
+        num_missing: Callable[[Sequence], int],
+        num_lacking: Callable[[], int],
     ) -> Iterator[Sequence]:
-        """Yield the running sequences that make way for the next one in the queue. The caller preempts each at once.
+        """Yield the running sequences that make way for others. The caller preempts each at once.
 
-        They are those of a tenant that runs too many (`FairQueue.next_and_last`), or else those whose time slice is over.
-        `num_missing` returns how many pages a sequence lacks to start.
+        They make way for the next one in the queue if they are those of a tenant that runs too many
+        (`FairQueue.next_and_last`), or else if their time slice is over. They also make way if others need more pages, so that
+        one that has come back does not lose its pages at once. `num_missing` returns how many pages a sequence lacks to start,
+        and `num_lacking` how many the running ones lack for their next tokens.
         """
         while (pair := queue.next_and_last(running)) is not None:
             if num_missing(pair[0]) <= 0:
                 return
             yield pair[1]
         head = queue.head()
-        if head is None or self._work < self._next_at or (missing := num_missing(head)) <= 0:
+        if head is None:
             return
+        while num_lacking() > 0:
+            last = rank(running)[-1] if queue.is_shared else max(running, key=BY_ORDER)  # would lose its pages otherwise
+            if not last.was_preempted or not (over := self._whose_slice_is_over(last, running)):
+                break
+            self._put_behind(over[-1], queue, running)
+            yield over[-1]
+        if self._work < self._next_at or (missing := num_missing(head)) <= 0:
+            return
+        if any(seq.is_coming_back for seq in running):
+            return  # one at a time, because it holds pages and gives no answer
         if head.started_at is None and len(queue) * FEW_NEW > len(running):
             return  # many new sequences wait until others end
+        if head in self._sharing(queue, running):
+            for seq in self._instead_of_waiting(head, running, missing):
+                self._put_behind(seq, queue, running)
+                yield seq
+
+    def _sharing(self, queue: FairQueue, running: Collection[Sequence]) -> list[Sequence]:
+        """Return the waiting sequences that get turns in place of running ones.
+
+        A new one must have waited long, and be one of few.
+        """
         num_new = sum(seq.started_at is None for seq in queue)
-        sharing = [seq for seq in queue if self._takes_part(seq, num_new, len(running))]
-        if head not in sharing:
-            return
-        last = max(seq.place[0] for seq in (*running, *sharing))
-        for seq in self._whose_slice_is_over(head, running, missing):
-            self._num_moves += 1
-            seq.place = last, self._num_moves  # behind all that share the cache, and before other new ones
-            yield seq
+        is_few = num_new * FEW_NEW <= len(running)
+        return [
+            seq
+            for seq in queue
+            if seq.started_at is not None or (is_few and self._work - seq.waiting_since >= NEW_SLICES * self._slice(seq))
+        ]
 
-    def _takes_part(self, seq: Sequence, num_new: int, num_running: int) -> bool:
-        """Return whether `seq` gets turns in place of running sequences. A new one must have waited long, and be one of few."""
-        has_waited = self._work - seq.waiting_since >= NEW_SLICES * self._slice(seq)
-        return seq.started_at is not None or (has_waited and num_new * FEW_NEW <= num_running)
+    def _put_behind(self, seq: Sequence, queue: FairQueue, running: Collection[Sequence]) -> None:
+        """Place `seq` behind all that share the cache, and before other new ones."""
+        self._num_moves += 1
+        seq.place = max(other.place[0] for other in (*running, *self._sharing(queue, running))), self._num_moves
 
-    def _whose_slice_is_over(self, head: Sequence, running: Collection[Sequence], num_missing: int) -> list[Sequence]:
+    def _instead_of_waiting(self, head: Sequence, running: Collection[Sequence], num_missing: int) -> list[Sequence]:
         """Return the sequences that make way for `head`, which lacks `num_missing` pages, or [] if it must wait.
 
-        They are those of the same tenant that have run longest. If a sequence will end within a slice, `head` waits for that.
+        If a sequence will end within a slice, `head` waits for that.
         """
         step = max(len(running), self._min_step)
         if any(seq.num_left * step < self._slice(seq) for seq in running):
             return []
-        candidates = [
-            seq
-            for seq in running
-            if seq.tenant == head.tenant
-            and seq.request.priority >= head.request.priority
-            and seq.num_uncomputed == 1
-            and self._done_since_start(seq) >= self._slice(seq)
-        ]
-        candidates.sort(key=lambda seq: (self._done_since_start(seq), seq.arrival))
+        candidates = self._whose_slice_is_over(head, running)
         chosen: list[Sequence] = []
         while num_missing > 0 and candidates:
             chosen.append(candidates.pop())
             num_missing -= chosen[-1].num_held
         return chosen if num_missing <= 0 else []
+
+    def _whose_slice_is_over(self, other: Sequence, running: Collection[Sequence]) -> list[Sequence]:
+        """Return the sequences that may make way for `other`, of the same tenant. Last is the one that has run longest."""
+        candidates = [
+            seq
+            for seq in running
+            if seq.tenant == other.tenant
+            and seq.request.priority >= other.request.priority
+            and seq.num_uncomputed == 1
+            and self._done_since_start(seq) >= self._slice(seq)
+        ]
+        return sorted(candidates, key=lambda seq: (self._done_since_start(seq), seq.arrival))
 
     def _done_since_start(self, seq: Sequence) -> int:
         assert seq.started_at is not None, "a running sequence has started"

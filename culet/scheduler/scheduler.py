@@ -18,7 +18,7 @@ from collections.abc import Callable
 from culet.cache.point_tree import Match
 from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
-from culet.scheduler.admission import check_fits, check_queue, pages_to_start, promised_pages, reserved_pages
+from culet.scheduler.admission import check_fits, check_queue, lacking_pages, pages_to_start, promised_pages, reserved_pages
 from culet.scheduler.budget import Grant, ShortFirst, make_step_budget, share_step, short_prompts
 from culet.scheduler.deadlines import Deadlines
 from culet.scheduler.draft_length import DraftLengths
@@ -214,9 +214,8 @@ class Scheduler:
                 entries += self._fork(plan)
             for plan in planned:
                 keep_row_points(plan, self.page_allocator)
-        is_idle = not planned and encoding is NOTHING
         # If features are being encoded and there is nothing else to do, an empty plan waits for them.
-        if is_idle and (self._in_flight or self.features is None or not self.features.is_encoding):
+        if not planned and encoding is NOTHING and (self._in_flight or self.features is None or not self.features.is_encoding):
             return None
         count_media(self.features, encoding, planned, self.counters)
         step = PlannedStep(next(self._step_ids), planned, now, is_timed=not encoding.encodes)
@@ -292,8 +291,10 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _make_way(self) -> None:
-        """Make room for the next sequence in the queue if others must give up theirs. Keep what those have computed."""
-        for seq in self._slices.making_way(self._waiting, self._running, self._num_missing):
+        """Make room if sequences must give up their pages for others. Keep what they have computed."""
+        for seq in self._slices.making_way(
+            self._waiting, self._running, self._num_missing, lambda: lacking_pages(self._running, self.page_allocator.available)
+        ):
             keep_point(seq, min(seq.num_computed, len(seq.tokens)), self.page_allocator)
             self._preempt(seq)
 

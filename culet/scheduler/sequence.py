@@ -19,6 +19,7 @@ from culet.scheduler.media.features import FeatureLedger
 from culet.scheduler.page_allocator import PageAllocator
 from culet.types import Entry, FinishReason, Logprobs, MediaSpan, PageTable, Request, Sampling, TokenDelta
 
+TILE = 64  # A step takes about as long with any number of tokens up to the next multiple of this.
 MAX_TRAIL = 1024  # tokens by which a chunk may run past a resume length, because storing them costs less than another step
 MIN_GAIN = 16  # a resume point that saves no more tokens than this is not worth another step
 MIN_CUT_CHUNK = (
@@ -64,7 +65,8 @@ class Sequence:
         self.place = arrival, 0  # its place in the order. The second number is not 0 after it made way for another one.
         self.waiting_since = 0  # the work that `TimeSlices` had counted when it came
         self.started_at: int | None = None  # the work that it had counted when this last started
-        self.max_chunk = sys.maxsize  # tokens that a row may have while this is computed again
+        self.was_preempted = False
+        self.max_chunk = sys.maxsize  # tokens that a row may have while this is computed again in pieces
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.prompt_len = len(self.tokens)
         # What the prefix cache compares, or None without one.
@@ -155,6 +157,15 @@ class Sequence:
         # A chunk ends at a resume length that is worth it, unless it is close to the chunk's end. Then the row stores more.
         low, high = self.num_computed + MIN_GAIN, end - MAX_TRAIL
         return next((length for length in self.resume_lengths if low < length < high), end) - self.num_computed
+
+    @property
+    def is_coming_back(self) -> bool:
+        """Whether it was preempted and is being computed again."""
+        return self.was_preempted and self.num_uncomputed > 1
+
+    def piece_beside(self, num_others: int) -> int:
+        """Return the size of a piece that fills whole tiles together with the other tokens of its step, or no limit."""
+        return self.max_chunk - (num_others + self.max_chunk) % TILE if self.max_chunk < sys.maxsize else sys.maxsize
 
     def chunk_within(self, limit: int) -> int:
         """Return the largest chunk of at most `limit` tokens, or 0 if none fits. It never ends inside a whole media span."""

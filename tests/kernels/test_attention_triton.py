@@ -20,16 +20,15 @@ if not INTERPRETED:
 
 else:
     from culet.attention import triton as triton_module
-    from culet.attention.batch import ForwardBatch, GroupBatch, RowFacts
-    from culet.attention.triton import TritonBackend
     from culet.bench.attention_cases import AttentionCase, AttentionShape, make_case
-    from culet.cache.spec import KVGroup, KVSpec
+    from culet.kernels.captures import side_by_side
     from culet.kernels.eager import attention as eager_attention
     from culet.kernels.triton.attention.decode import decode_attention, decode_launches
     from culet.kernels.triton.attention.prefill import prefill_attention, prefill_launch, query_tiles
     from culet.kernels.triton.attention.splits import Scratch, scratch_rows
     from culet.kernels.triton.attention.tiles import DecodeTile, PrefillTile
     from culet.kernels.types import PagedKV, RaggedRows
+    from tests.kernels.attention_backend import run_backend
 
     SLIDING = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=32, window=40, latent=False, page_tokens=16)
     SLIDING_BIG_PAGES = replace(SLIDING, page_tokens=64)
@@ -150,35 +149,6 @@ else:
         assert sorted(map(tuple, tiles[:, :2].tolist())) == [(0, 0), (0, 16), (0, 32), (2, 0), (2, 16)]
         assert query_tiles([], 16, None).shape == (0, 5)
 
-    class OneLayerPool:
-        """The part of a pool that a backend uses."""
-
-        def __init__(self, planes: torch.Tensor) -> None:
-            self._planes = planes
-
-        def planes(self, layer: int) -> torch.Tensor:
-            assert layer == 0
-            return self._planes
-
-    def run_backend(
-        case: AttentionCase, *, is_stored: bool, with_fresh: bool = True, text_rows: tuple[int, ...] = ()
-    ) -> torch.Tensor:
-        shape = case.shape
-        rotated = shape.width - shape.head_dim
-        spec = KVSpec(0, shape.num_kv_heads, shape.head_dim, rotated, shape.window, shape.latent, itemsize=4)
-        backend = TritonBackend(KVGroup("tested", 0, (spec,), shape.page_tokens), shape.num_heads)
-        tokens = torch.zeros(case.q_TNH.shape[0], dtype=torch.long)
-        group = GroupBatch(case.kv.pages_BP, case.kv.first_B, tokens, case.rows.visible_2T)
-        facts = tuple(
-            RowFacts(start, queries, (is_stored,), is_text=row in text_rows) for row, (start, queries) in enumerate(case.spans)
-        )
-        begins, contexts = case.rows.row_begin_B1, case.rows.context_B
-        batch = ForwardBatch(tokens, tokens, begins, contexts, tokens, facts, (group,), None)
-        pool = OneLayerPool(case.kv.planes)
-        fresh = case.fresh if with_fresh else tuple(part[:0] for part in case.fresh)
-        backend.plan(batch, pool)
-        return backend.run(0, batch, pool, case.q_TNH, *fresh)
-
     def all_rows(case: AttentionCase) -> torch.Tensor:
         rows = torch.tensor([[row, 0] for row in range(len(case.spans))])
         return eager_attention.prefill_attention(case.q_TNH, case.kv, case.rows, rows, fresh=case.fresh)
@@ -227,3 +197,22 @@ else:
         check_decode(few, DecodeTile(16, 32, 4, 2, programs=8))
         long = make_case(shape, [(30, 20)], dtype=torch.float32, seed=15, kv_dtype=torch.float8_e4m3fn)
         check_prefill(long, PrefillTile(32, 32, 4, 2), with_fresh)
+
+    def test_long_rows_run_beside_few_queries_that_read_much(monkeypatch: pytest.MonkeyPatch) -> None:
+        """A window's keys before it are not read. Without few queries, there is nothing to run beside."""
+        seen: list[bool] = []
+
+        def note(first, second, device, *, is_long, is_urgent):  # type: ignore[no-untyped-def]
+            assert is_urgent
+            seen.append(is_long)
+            return side_by_side(first, second, device, is_long=is_long, is_urgent=is_urgent)
+
+        monkeypatch.setattr(triton_module, "side_by_side", note)
+        case = make_case(SLIDING, [(100, 1), (0, 50), (20, 4)], dtype=torch.float32, seed=17)
+        num_bytes = (40 + 24) * 4 * 2 * 2 * 32  # float32, keys and values, two heads of 32
+        for many in (num_bytes, num_bytes + 1):
+            monkeypatch.setattr(triton_module, "MANY_BYTES", many)
+            assert_close(run_backend(case, is_stored=True), all_rows(case))
+        assert seen == [True, False]
+        run_backend(make_case(SLIDING, [(0, 50)], dtype=torch.float32, seed=18), is_stored=True)
+        assert seen == [True, False, False]

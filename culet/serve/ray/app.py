@@ -82,15 +82,16 @@ def _engine_deployment(args: Mapping[str, Any], config: Config, settings: ServeC
     listens = events is not None and (is_bound(events.endpoint) or events.replay_endpoint is not None)
     num_ranks = config.parallel.tensor_parallel_size
     num_gpus = args.get("num_gpus", 0 if config.model.device == "cpu" else num_ranks)
+    placement: dict[str, Any] = {"max_replicas_per_node": 1} if listens else {}  # all replicas have the same endpoints
     return serve.deployment(
         EngineReplica,
         name="Engine",
         # More wait in the ingress, from where a new replica can take them.
         max_ongoing_requests=config.schedule.max_num_seqs,
-        max_replicas_per_node=1 if listens else None,  # all replicas have the same endpoints
         request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
         graceful_shutdown_timeout_s=settings.request_timeout,  # until then, every request has ended
         health_check_period_s=5,
         logging_config={"enable_access_log": False},  # the ingress logs each request
         ray_actor_options={"num_cpus": args.get("num_cpus", num_ranks), "num_gpus": num_gpus},
+        **placement,
     )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
+from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
 from culet.scheduler import fairness
+from culet.scheduler import scheduler as scheduler_module
 from culet.scheduler.budget import MIN_STEP
+from culet.scheduler.fairness import TimeSlices
 from culet.scheduler.scheduler import Scheduler
-from culet.types import Drawn, StepResult
+from culet.scheduler.sequence import TILE, Sequence
+from culet.types import Drawn, StepPlan, StepResult
 from tests.engine.scheduler.drive import Drive, endless, make, make_layout, make_request
 
 FAR = 10**9  # no time slice ever ends
@@ -109,21 +115,79 @@ def test_a_few_new_requests_take_part_after_a_while(num_new: int) -> None:
     drive.check_end()
 
 
-def test_a_sequence_is_computed_again_in_pieces_beside_others() -> None:
-    drive = make(num_pages=400, seqs=2, budget=512, prefix_caching=False)
-    drive.add(endless("old0", 20, 600))
-    drive.add(endless("old1", 300, 600))
+@pytest.mark.parametrize("num_others", [1, 40])
+def test_a_sequence_is_computed_again_in_pieces_that_fill_tiles(num_others: int) -> None:
+    """With the tokens of the running sequences, which take hardly less time alone."""
+    drive = make(num_pages=4000, seqs=1 + num_others, budget=2048, prefix_caching=False)
+    fill(drive, num_others, length=600)
+    drive.add(endless("back", 300, 600))
     for _ in range(20):
         drive.step()
-    slot = next(seq.slot for seq in drive.scheduler._running if seq.request.request_id == "old1")
-    preempt(drive, "old1")
+    slot = next(seq.slot for seq in drive.scheduler._running if seq.request.request_id == "back")
+    preempt(drive, "back")
     sizes: list[int] = []
     while not sizes or sizes[-1] > 1:
         plan = drive.step()
         assert plan is not None
         sizes += [row.num_new for row in plan.rows if row.slot == slot]
-    assert max(sizes) == fairness.AGAIN_TOKENS
-    assert len(sizes) >= 300 // fairness.AGAIN_TOKENS
+    pieces = sizes[1:-2]  # the first one starts with the sequence, and the last one has what is left
+    assert len(pieces) >= 2
+    assert {(piece + num_others) % TILE for piece in pieces} == {0}
+    assert fairness.AGAIN_TOKENS <= min(pieces) <= max(pieces) < fairness.AGAIN_TOKENS + TILE
+
+
+def steps_of(layout: CacheLayout, num_pages: int, count: int, prompt_len: int, max_tokens: int) -> Iterator[int]:
+    """Run equal requests in steps that are planned ahead, as on a GPU. Yield the number of steps after each."""
+    config = ScheduleConfig(count, 2048, max_step_ms=0)
+    scheduler = Scheduler(layout, num_pages, config, max_model_len=3000, prefix_caching=False)
+    for number in range(count):
+        scheduler.add(make_request(f"r{number}", [number, *[7] * (prompt_len - 1)], max_tokens, stop=False))
+    plans: list[StepPlan] = []
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        if plan is not None:
+            plans.append(plan)
+        if plan is None or len(plans) == 2:
+            plan = plans.pop(0)
+            drawn = tuple(Drawn(slot, (5,), (), 0) for row in plan.rows for slot in row.draw_slots)
+            scheduler.apply(StepResult(plan.step_id, drawn, {}))
+        yield scheduler.counters.steps
+
+
+def test_sequences_come_back_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is computed again, no other makes way for the next, because both would hold pages without an answer."""
+    making_way = TimeSlices._instead_of_waiting
+    made_way: list[Sequence] = []
+
+    def note(slices: TimeSlices, head: Sequence, running: list[Sequence], num_missing: int) -> list[Sequence]:
+        assert not any(seq.is_coming_back for seq in running)
+        chosen = making_way(slices, head, running, num_missing)
+        made_way.extend(chosen)
+        return chosen
+
+    monkeypatch.setattr(TimeSlices, "_instead_of_waiting", note)
+    list(steps_of(WIDE, 190, 8, 200, 400))
+    assert len(made_way) > 3
+
+
+@pytest.mark.parametrize("num_pages", [276, 285])
+def test_a_sequence_that_came_back_keeps_its_pages(num_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When running sequences need more pages, one whose slice is over makes way. The youngest one would start over and over."""
+    stop, preempted = TimeSlices.stop, Counter[bool]()
+
+    def note(slices: TimeSlices, seq: Sequence) -> None:
+        preempted[seq.is_coming_back] += 1
+        stop(slices, seq)
+
+    monkeypatch.setattr(TimeSlices, "stop", note)
+    layout = make_layout((256, 16), (None, 256))
+    *_, num_steps = steps_of(layout, num_pages, 16, 200, 300)
+    assert preempted[False] > 10
+    assert not preempted[True]
+    monkeypatch.setattr(scheduler_module, "lacking_pages", lambda running, available: 0)
+    *_, before = steps_of(layout, num_pages, 16, 200, 300)
+    assert preempted[True] > 10
+    assert num_steps <= 0.75 * before
 
 
 def preempt(drive: Drive, name: str) -> None:
