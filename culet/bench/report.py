@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from culet.attention.picture import svg_text
 from culet.bench.floor import Floor
-from culet.bench.peer import GPU, PEER, SERVING, Anchor
+from culet.bench.peer import EQUAL_SETTINGS, GPU, PEER, SERVING, Anchor
 from culet.bench.workloads import IMAGE, START, THROUGHPUT, TPOT, Workload
 from culet.hardware import Peaks
-from culet.models.random_checkpoint import variant_of
+from culet.models.random_checkpoint import random_name, variant_of
 from culet.models.spec import ModelSpec
 from culet.models.towers.spec import UnifiedVisionSpec, VisionSpec
 
@@ -70,8 +70,14 @@ class Setting:
         return self.peaks.seconds(num_bytes, tower.flops(row.image_tokens))
 
     def anchor(self, row: Workload) -> Anchor | None:
-        """Return the peer's number if it was measured on this kind of GPU."""
-        return SERVING.get(self.variant or "", {}).get(row) if GPU in self.device else None
+        """Return the peer's number if it was measured on this kind of GPU, with these settings and weights."""
+        is_equal = (
+            GPU in self.device
+            and self.dtype == "bfloat16"
+            and self.model == random_name(self.variant or "")
+            and all(self.settings[name] == value for name, value in EQUAL_SETTINGS.items())
+        )
+        return SERVING.get(self.variant or "", {}).get(row) if is_equal else None
 
 
 @dataclass(frozen=True)

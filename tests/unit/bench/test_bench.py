@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from culet.bench.attention_cases import SHAPES, AttentionShape
 from culet.bench.floor import Floor
 from culet.bench.kernels import CaseTensors, make_kernel_case, parse_case, time_case, work
 from culet.bench.offline import Measured
-from culet.bench.peer import FA4, KERNEL_CASES, SERVING, UNIFIED_TRITON, kernel_anchor
+from culet.bench.peer import EQUAL_SETTINGS, FA4, KERNEL_CASES, SERVING, UNIFIED_TRITON, kernel_anchor
 from culet.bench.settings import all_settings, bench_config
 from culet.bench.workloads import DEFAULT_ROWS, STANDARD, Workload, make_prompts, parse_rows
 from culet.cache.spec import plan_cache
@@ -326,7 +327,7 @@ def test_a_random_model_borrows_the_words_of_the_built_in_model() -> None:
 
 def make_setting(variant: str, *, device: str = "NVIDIA H200", latent: bool = True) -> report.Setting:
     peaks = find_peaks(device)
-    return report.Setting(f"random:{variant}", spec_of(variant), device, peaks, "bfloat16", latent, {}, {})
+    return report.Setting(f"random:{variant}", spec_of(variant), device, peaks, "bfloat16", latent, dict(EQUAL_SETTINGS), {})
 
 
 def make_lines(setting: report.Setting, value: float = 20.0, *, right: bool = True) -> list[report.Line]:
@@ -338,11 +339,27 @@ def make_lines(setting: report.Setting, value: float = 20.0, *, right: bool = Tr
 
 def test_shares_and_speedups() -> None:
     tpot, _, chat = make_lines(make_setting("31B"))
-    assert tpot.peer == 18.1
-    assert tpot.speedup == pytest.approx(18.1 / 20)
+    assert tpot.peer == 17.85
+    assert tpot.speedup == pytest.approx(17.85 / 20)
     assert tpot.share(tpot.value) == pytest.approx(14.8 / 20, rel=0.01)
-    assert chat.speedup == pytest.approx(20 / 1184)
+    assert chat.speedup == pytest.approx(20 / 1148)
     assert chat.share(chat.value) == pytest.approx(20 / 2100, rel=0.01)
+
+
+@pytest.mark.parametrize("name", EQUAL_SETTINGS)
+def test_the_peer_is_shown_only_at_equal_settings(name: str) -> None:
+    setting = make_setting("31B")
+    assert replace(setting, settings=all_settings(bench_config({"model": "random:31B"}, parse_rows("tpot")))).anchor(
+        STANDARD["tpot"][0]
+    )
+    assert replace(setting, settings={**EQUAL_SETTINGS, name: "another"}).anchor(STANDARD["tpot"][0]) is None
+
+
+def test_the_peer_is_shown_only_for_equal_weights() -> None:
+    setting = make_setting("31B")
+    for other in (replace(setting, model="google/gemma-4-31B-it"), replace(setting, dtype="float32")):
+        assert other.anchor(STANDARD["tpot"][0]) is None
+    assert replace(setting, model=random_name("31B", draw="uniform")).anchor(STANDARD["tpot"][0]) is None
 
 
 def test_the_peer_is_shown_only_for_its_gpu_and_depth() -> None:
@@ -384,7 +401,7 @@ def test_table_and_remarks() -> None:
     setting = make_setting("31B")
     text = render(report.table(make_lines(setting), setting))
     assert "TPOT, 1 sequence, 1000 in, 256 out" in text
-    assert all(word in text for word in ("18.10", f"{18.1 / 20:.2f}x", "14.8", "74%", "right", "goal"))
+    assert all(word in text for word in ("17.85", f"{17.85 / 20:.2f}x", "14.8", "74%", "right", "goal"))
     wrong = make_lines(setting, right=False)
     assert "WRONG" in render(report.table(wrong, setting))
     assert any("3 of 64 tokens" in remark for remark in report.remarks(wrong))
@@ -407,7 +424,7 @@ def test_picture() -> None:
     assert sum(part.get("class") == "peer" for part in root.iter(f"{name}line")) == 4, "three rows and the legend"
     words = " ".join(part.text or "" for part in root.iter(f"{name}text"))
     assert "TPOT, 1 sequence, 1000 in, 256 out" in words
-    assert "vLLM 0.24 18.10" in words
+    assert "vLLM 0.24 17.85" in words
 
 
 # Kernels
