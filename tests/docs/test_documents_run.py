@@ -98,9 +98,10 @@ def test_commands_run(
         if "--base-url" not in words:
             words += ["--base-url", server.url]
         # The documented sizes are for a GPU.
-        words += ["--num-prompts", "2", "--random-input-len", "20", "--random-output-len", "4", "--request-rate", "inf"]
         if "agent" in words:
             words += ["--agent-history", "200,600", "--agent-sessions", "2", "--agent-turns", "2", "--agent-result-len", "50"]
+        else:
+            words += ["--num-prompts", "2", "--random-input-len", "20", "--random-output-len", "4", "--request-rate", "inf"]
     monkeypatch.setattr(sys, "stdin", io.StringIO(command.stdin or "Hello\n"))
     assert run(words[1:]) == 0
     assert capsys.readouterr().out.strip()
