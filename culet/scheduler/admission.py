@@ -100,7 +100,10 @@ def promised_pages(running: Iterable[Sequence], budget: int) -> int:
 
 
 def lacking_pages(running: Iterable[Sequence], available: int) -> int:
-    """Return about how many pages the sequences that decode lack for their next tokens."""
+    """Return about how many pages the sequences that decode lack for their next tokens.
+
+    Each whose pages change counts as one page, even if it also gives one back.
+    """
     return sum(seq.num_uncomputed == 1 and not seq.pages_unchanged() for seq in running) - available
 
 

@@ -19,6 +19,9 @@ BY_ORDER = attrgetter("order")
 BY_RANK = attrgetter("request.priority", "rank", "order")  # after `rank`
 SLICE_FACTOR = 4  # a time slice has this many times the work of computing its sequence again,
 LEAST_STEPS = 4  # which counts as at least this many steps
+# When a sequence is back, none makes way for as long as this many slices, divided by the running sequences. Among few of them,
+# one that is computed again is a large part of those that could draw tokens.
+REST_SLICES = 2
 NEW_SLICES = 4  # a new sequence takes part after it has waited for as long as this many slices,
 FEW_NEW = 8  # if at least this many sequences are running for each new one
 AGAIN_STEPS, AGAIN_TOKENS = 64, 32  # a sequence is computed again in up to so many steps, but not in pieces of fewer tokens
@@ -152,10 +155,15 @@ class TimeSlices:
         self._work = 0  # tokens of all steps, each with at least `min_step`
         self._next_at = 0  # the work at which the next sequence may make way
         self._num_moves = 0  # sequences that made way so far
+        self._returning: list[Sequence] = []  # preempted sequences that are being computed again
 
-    def count_step(self, num_tokens: int) -> None:
-        """Count a step of this many tokens."""
+    def count_step(self, num_tokens: int, num_running: int) -> None:
+        """Count a step of this many tokens, with this many running sequences. Slices of those that are back begin after it."""
         self._work += max(num_tokens, self._min_step)
+        for seq in [seq for seq in self._returning if seq.is_prefilled or not seq.is_running]:
+            self._returning.remove(seq)
+            seq.started_at = self._work
+            self._next_at = max(self._next_at, self._work + REST_SLICES * self._slice(seq) // max(1, num_running))
 
     def wait(self, *new: Sequence) -> None:
         """Note that new sequences wait."""
@@ -165,6 +173,8 @@ class TimeSlices:
     def start(self, seq: Sequence) -> None:
         """Note that a sequence starts to run, perhaps not for the first time."""
         seq.started_at = self._work
+        if seq.was_preempted:
+            self._returning.append(seq)
 
     def stop(self, seq: Sequence) -> None:
         """Note that a sequence loses its pages, and decide in which pieces it is computed again."""
@@ -202,7 +212,7 @@ class TimeSlices:
             yield over[-1]
         if self._work < self._next_at or (missing := num_missing(head)) <= 0:
             return
-        if any(seq.is_coming_back for seq in running):
+        if any(seq.is_running for seq in self._returning):
             return  # one at a time, because it holds pages and gives no answer
         if head.started_at is None and len(queue) * FEW_NEW > len(running):
             return  # many new sequences wait until others end
@@ -251,7 +261,7 @@ class TimeSlices:
             for seq in running
             if seq.tenant == other.tenant
             and seq.request.priority >= other.request.priority
-            and seq.num_uncomputed == 1
+            and seq.is_prefilled
             and self._done_since_start(seq) >= self._slice(seq)
         ]
         return sorted(candidates, key=lambda seq: (self._done_since_start(seq), seq.arrival))

@@ -221,7 +221,7 @@ class Scheduler:
         step = PlannedStep(next(self._step_ids), planned, now, is_timed=not encoding.encodes)
         self._in_flight.append(step)
         self.counters.count_step(step.num_tokens)
-        self._slices.count_step(step.num_tokens)
+        self._slices.count_step(step.num_tokens, len(self._running))
         rows = [plan.row for plan in planned]
         return StepPlan(step.step_id, tuple(entries), copies, tuple(rows), encoding.drops, encoding.encodes)
 
@@ -271,8 +271,7 @@ class Scheduler:
         seq.release_behind(self.page_allocator)
         num_spared = len(self._running) * len(self.layout.groups)  # a page in each group for every sequence
         while (shape := largest_row(grant, self.page_allocator.available, num_spared)) is None:
-            last = max(self._running, key=BY_RANK) if self._waiting.is_shared else self._running[-1]
-            if not may_preempt or last is seq:
+            if not may_preempt or (last := max(self._running, key=BY_RANK if self._waiting.is_shared else BY_ORDER)) is seq:
                 return []
             self._preempt(last)
         return [commit_row(seq, shape, self.page_allocator, self._num_wanted(seq) if shape.draws else 0)]
@@ -347,7 +346,7 @@ class Scheduler:
     def _admit(self, seq: Sequence, budget: int, reserved: int, *, first: bool) -> list[PlannedRow]:
         """Give `seq` a slot and its first row, resumed from the prefix cache if possible. Return [] if it must wait."""
         match = find_prefix(seq, self.page_allocator)
-        if first and len(seq.tokens) - match.resume > budget:
+        if first and len(seq.tokens) - match.resume > min(budget, seq.max_chunk):
             return []
         if not seq.ready_part(match.resume, min(budget, len(seq.tokens) - match.resume)):
             return []
@@ -359,8 +358,7 @@ class Scheduler:
     def _start(self, seq: Sequence, match: Match, budget: int, reserved: int) -> list[PlannedRow]:
         if match.point is not None and not seq.resume_from(match.point, match.resume, self.page_allocator):
             return []
-        seq.prefill_end = len(seq.tokens)
-        seq.resume_lengths = seq.lengths_beyond(match) if seq.content is not None else ()
+        seq.begin(match, is_alone=not self._running)
         rows: list[PlannedRow] = []
         num_new = seq.chunk_within(budget)
         if num_new and (not self._running or reserved + reserved_pages(seq, self.budget) <= self.page_allocator.available):

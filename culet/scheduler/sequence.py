@@ -159,9 +159,9 @@ class Sequence:
         return next((length for length in self.resume_lengths if low < length < high), end) - self.num_computed
 
     @property
-    def is_coming_back(self) -> bool:
-        """Whether it was preempted and is being computed again."""
-        return self.was_preempted and self.num_uncomputed > 1
+    def is_prefilled(self) -> bool:
+        """Whether all tokens that it had when it last started are computed, or in flight, so that it draws new ones."""
+        return self.num_computed >= self.prefill_end
 
     def piece_beside(self, num_others: int) -> int:
         """Return the size of a piece that fills whole tiles together with the other tokens of its step, or no limit."""
@@ -231,6 +231,13 @@ class Sequence:
     def num_useful_drafts(self) -> int:
         """Number of drafts worth verifying. Drafts beyond the last token it may draw are not."""
         return min(self.num_proposed, self.num_left - 1)
+
+    def begin(self, match: Match, *, is_alone: bool) -> None:
+        """Note that it starts from `match`, perhaps not for the first time. If it `is_alone`, no others run."""
+        self.prefill_end = len(self.tokens)
+        self.resume_lengths = self.lengths_beyond(match) if self.content is not None else ()
+        if is_alone:  # there are no steps of others that small pieces could be part of
+            self.max_chunk = sys.maxsize
 
     def lengths_beyond(self, match: Match) -> tuple[int, ...]:
         """Return the lengths beyond the match that are worth a resume point.

@@ -160,7 +160,7 @@ def test_sequences_come_back_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     made_way: list[Sequence] = []
 
     def note(slices: TimeSlices, head: Sequence, running: list[Sequence], num_missing: int) -> list[Sequence]:
-        assert not any(seq.is_coming_back for seq in running)
+        assert all(seq.is_prefilled for seq in running if seq.was_preempted)
         chosen = making_way(slices, head, running, num_missing)
         made_way.extend(chosen)
         return chosen
@@ -176,7 +176,7 @@ def test_a_sequence_that_came_back_keeps_its_pages(num_pages: int, monkeypatch: 
     stop, preempted = TimeSlices.stop, Counter[bool]()
 
     def note(slices: TimeSlices, seq: Sequence) -> None:
-        preempted[seq.is_coming_back] += 1
+        preempted[seq.was_preempted and not seq.is_prefilled] += 1
         stop(slices, seq)
 
     monkeypatch.setattr(TimeSlices, "stop", note)
