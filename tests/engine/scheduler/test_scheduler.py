@@ -187,6 +187,14 @@ def test_a_sequence_starts_only_with_the_pages_that_its_drafter_writes_ahead() -
     assert pages_to_start(Sequence(endless("b", 8, 20), 0, 0, make_layout((None, 4)), is_cached=False), 100) == 3
 
 
+def test_a_sequence_starts_only_with_the_pages_of_every_group() -> None:
+    seq = Sequence(endless("a", 8, 20), 0, 0, make_layout((None, 2), (8, 4), (None, 4)), is_cached=False)
+    assert pages_to_start(seq, 100) == 5 + 3 + 3
+    seq.groups[0].reset(0, [1, 2])
+    seq.groups[2].reset(0, [3])
+    assert pages_to_start(seq, 100) == 3 + 3 + 2  # without those that it holds
+
+
 def test_no_more_run_than_the_budget_has_tokens() -> None:
     drive = make(budget=3, seqs=8)
     for number in range(6):
@@ -308,6 +316,14 @@ def test_admission_leaves_room_to_grow() -> None:
     drive.check_end()
 
 
+@pytest.fixture
+def short_trail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks end at resume lengths, unless the rest of the chunk is very short."""
+    for module in ("sequence", "rows"):
+        monkeypatch.setattr(f"culet.scheduler.{module}.MAX_TRAIL", 4)
+
+
+@pytest.mark.usefixtures("short_trail")
 def test_sequences_that_start_together_are_not_promised_the_same_pages() -> None:
     """If a prompt's first chunk ends early, pages for the rest are reserved before the next prompt starts in the same step."""
     drive = make(make_layout((None, 4)), num_pages=40, budget=128)
@@ -321,9 +337,8 @@ def test_sequences_that_start_together_are_not_promised_the_same_pages() -> None
     drive.check_end()
 
 
-def test_pages_promised_in_an_earlier_step_stay_promised(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("sequence", "rows"):
-        monkeypatch.setattr(f"culet.scheduler.{module}.MAX_TRAIL", 4)
+@pytest.mark.usefixtures("short_trail")
+def test_pages_promised_in_an_earlier_step_stay_promised() -> None:
     drive = make(make_layout((None, 4)), num_pages=60, budget=64)
     drive.add(make_request("a", prompt(200), 2, stop=False, resume_lengths=(40, 90)))  # 50 pages + 1
     drive.step()

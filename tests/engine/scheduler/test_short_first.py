@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from culet.scheduler.budget import BRISK_SHARE, CPU_MIN_STEP, FIRST_FACTOR, LONG_STEP, NEW_GRAMMAR_TOKENS, NUM_BRISK
 from culet.types import StepPlan
 from tests.engine.scheduler.drive import Drive, endless, make, make_request, prompt
+
+NUM_HELD = 3 * LONG_STEP  # pages of the chats that `busy` returns
 
 
 def busy(num_chats: int = LONG_STEP, *, num_pages: int = 400, on_cpu: bool = True, ahead: bool = False) -> Drive:
@@ -90,6 +94,23 @@ def test_the_last_slot_is_left_to_the_next_in_order() -> None:
     drive.add(make_request("long", prompt(60, salt=9), 8))
     drive.add(endless("new", 5))
     assert max(sizes(drive.step())) > 5
+
+
+def test_the_next_in_order_keeps_its_pages() -> None:
+    """A short prompt does not overtake if the longer one would then lack pages to start."""
+    drive = busy(num_pages=NUM_HELD + 12)  # the longer prompt needs all that is left
+    drive.add(endless("long", 40))
+    drive.add(endless("new", 5))
+    assert 40 in sizes(drive.step())
+
+
+@pytest.mark.parametrize(("num_left", "goes_first"), [(80, False), (81, True)])
+def test_a_short_prompt_leaves_pages_to_all_before_it(num_left: int, goes_first: bool) -> None:
+    """The running answers may need 4 each, the longer prompt needs 12, and the short one 5."""
+    drive = busy(num_pages=NUM_HELD + num_left)
+    drive.add(endless("long", 40))
+    drive.add(endless("new", 5))
+    assert (sizes(drive.step()) == [5]) == goes_first
 
 
 def test_a_new_grammar_does_not_go_first() -> None:
