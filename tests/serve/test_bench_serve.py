@@ -132,7 +132,8 @@ def test_the_share_of_cached_tokens_is_shown(tiny: Running, tmp_path: Path) -> N
 def test_failures_are_counted_and_reported(scripted: Callable[..., Running]) -> None:
     with scripted("a b c<turn|>", settings={"api_key": "secret"}) as server:
         code, _, err = bench(server, "--api-key", "wrong")
-        assert code != 0 or "401" in err
+        assert code == 1
+        assert "401" in err
         code, out, err = bench(
             server, "--api-key", "secret", "--num-prompts", "2", "--num-warmups", "0", "--extra-body", '{"temperature": -1}'
         )
