@@ -341,9 +341,3 @@ def _tower_notes(facts: Facts) -> list[str]:
         notes.append(f"Without the {name} tower: {gained:.2f} GB more KV cache, {more:,} more sequences of {length:,} tokens")
         notes.append(f"  (--limit-mm-per-prompt '{setting}').")
     return notes
-
-
-if __name__ == "__main__":
-    from culet.cli.main import run
-
-    sys.exit(run(["plan", *sys.argv[1:]]))

@@ -400,10 +400,3 @@ def test_imports_little(arguments):
     assert "culet.cli.plan" in modules
     assert not {name.partition(".")[0] for name in modules} & HEAVY
     assert len(modules) < MAX_MODULES
-
-
-def test_runs_as_a_module():
-    command = [sys.executable, "-m", "culet.cli.plan", "12B", "--gpu", "h100"]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    assert "Gemma 4 12B on h100" in process.stdout
