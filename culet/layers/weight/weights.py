@@ -30,6 +30,7 @@ from culet.layers.weight.e4m3 import E4M3Table
 from culet.layers.weight.joined import JoinedMatrix
 from culet.layers.weight.placement import StoredVector
 from culet.layers.weight.plain import PlainFormat, Router
+from culet.layers.weight.tower_weights import Bias, Convolution, PositionTables, WindowConvolution
 from culet.registry import lookup
 
 
@@ -101,13 +102,21 @@ class Weights(Site):
         layout = ExpertsLayout(self.prefix + name, num_experts, hidden_size, width)
         return self.choose_format(layout.name).experts(layout, self)
 
+    def convolution(self, name: str, *shape: int) -> Convolution:
+        return Convolution(self.prefix + name, shape, self)
+
+    def window_convolution(self, name: str, num_channels: int, width: int) -> WindowConvolution:
+        return WindowConvolution(self.prefix + name, (num_channels, 1, width), self)
+
+    def bias(self, name: str, size: int) -> Bias:
+        return Bias(self.prefix + name, (size,), self)
+
+    def positions(self, name: str, *shape: int, axis: int) -> PositionTables:
+        return PositionTables(self.prefix + name, shape, axis, self)
+
     def vector(self, name: str, *shape: int, order: Tensor | None = None) -> nn.Parameter:
         """Make norm weights or other small scales. They are float32 in every format, so that they add no rounding."""
         return self._small(name, torch.empty(shape, dtype=torch.float32, device=self.device), order)
-
-    def array(self, name: str, *shape: int) -> nn.Parameter:
-        """Make a weight that is read as it is (positions, convolutions, biases), in the activations' dtype in every format."""
-        return self._small(name, torch.empty(shape, dtype=self.dtype, device=self.device), None)
 
     def token_ids(self, name: str, *shape: int) -> nn.Parameter:
         """Make token ids, stored as one row. They are int64, because a vocabulary of 262,144 needs more than 16 bits."""

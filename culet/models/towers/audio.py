@@ -52,9 +52,9 @@ class Subsampling(Layer):
         super().__init__()
         self.eps = spec.rms_eps
         first, second = spec.channels
-        self.conv_0 = weights.array("layer0.conv.weight", first, 1, 3, 3)
+        self.conv_0 = weights.convolution("layer0.conv.weight", first, 1, 3, 3)
         self.norm_0 = weights.vector("layer0.norm.weight", first)
-        self.conv_1 = weights.array("layer1.conv.weight", second, first, 3, 3)
+        self.conv_1 = weights.convolution("layer1.conv.weight", second, first, 3, 3)
         self.norm_1 = weights.vector("layer1.norm.weight", second)
         self.matrix = weights.matrix(
             Projection("input_proj_linear", spec.hidden_size), num_columns=MEL_BINS // MEL_STRIDE * second
@@ -69,7 +69,7 @@ class Subsampling(Layer):
         for x in frames:
             x = x[None, None]
             for conv, norm in ((self.conv_0, self.norm_0), (self.conv_1, self.norm_1)):
-                channels_last = F.conv2d(x, conv, stride=2, padding=1).permute(0, 2, 3, 1)
+                channels_last = conv.convolve(x, stride=2, padding=1).permute(0, 2, 3, 1)
                 normed = F.layer_norm(channels_last.float(), norm.shape, norm, None, self.eps).to(x.dtype)
                 x = normed.relu_().permute(0, 3, 1, 2)
             subsampled.append(x[0].permute(1, 2, 0).flatten(1))
@@ -105,7 +105,7 @@ class LocalAttention(Layer):
         self.qkv = TowerLinear(qkv, size, weights, is_clipped=clipped)
         self.out = TowerLinear((Projection("post", size),), size, weights, is_clipped=clipped)
         self.distance = weights.matrix(Projection("relative_k_proj", size), num_columns=size)
-        self.per_dim_scale = weights.array("per_dim_scale", spec.head_dim)
+        self.per_dim_scale = weights.vector("per_dim_scale", spec.head_dim)
         self.key_scale = math.log(1 + math.e) / math.log(2)
         self.query_scale_H: Tensor
         self.register_buffer("query_scale_H", torch.empty(spec.head_dim, device=weights.device), persistent=False)
@@ -125,7 +125,7 @@ class LocalAttention(Layer):
         self.qkv.finish()
         self.out.finish()
         # The network was trained with softplus rounded to its precision, although it multiplies float32 queries.
-        self.query_scale_H.copy_(F.softplus(self.per_dim_scale))
+        self.query_scale_H.copy_(F.softplus(self.per_dim_scale.to(self.dtype)))
 
 
 class LightConvolution(Layer):
@@ -137,17 +137,15 @@ class LightConvolution(Layer):
         size, clipped = spec.hidden_size, spec.is_clipped
         self.start = TowerLinear((Projection("linear_start", 2 * size),), size, weights, is_clipped=clipped)
         self.end = TowerLinear((Projection("linear_end", size),), size, weights, is_clipped=clipped)
-        self.conv = weights.array("depthwise_conv1d.weight", size, 1, spec.conv_width)
+        self.conv = weights.window_convolution("depthwise_conv1d.weight", size, spec.conv_width)
         self.pre_norm = weights.vector("pre_layer_norm.weight", size)
         self.conv_norm = weights.vector("conv_norm.weight", size)
 
     def forward(self, x_TD: Tensor, seen: Neighbours) -> Tensor:
         y_TD = F.glu(self.start.linear(self.ops.rms_norm(x_TD, self.pre_norm, self.eps)))
-        # The last weight of the convolution belongs to the frame itself.
-        weight_WD = self.conv[:, 0].flip(-1).t().float()
         y_TWD = y_TD[seen.index_TW].float().mul_(seen.is_seen_TW[..., None])
         # The sum lies column by column, and kernels read rows.
-        y_TD = torch.einsum("twd,wd->td", y_TWD, weight_WD).to(x_TD.dtype).contiguous()
+        y_TD = self.conv.sum_windows(y_TWD).to(x_TD.dtype).contiguous()
         return self.end.linear(F.silu(self.ops.rms_norm(y_TD, self.conv_norm, self.eps))).add_(x_TD)
 
 
@@ -197,7 +195,7 @@ class AudioTower(Layer):
         self.layers = nn.ModuleList(layers)
         self._layers = layers
         self.out = tower.matrix(Projection("output_proj", spec.tower_size), num_columns=spec.hidden_size)
-        self.out_bias = tower.array("output_proj.bias", spec.tower_size)
+        self.out_bias = tower.bias("output_proj.bias", spec.tower_size)
         self.projector = Projector("embed_audio", spec.tower_size, spec.out_size, spec.rms_eps, weights)
         # Not a buffer of the module, so that casting the tower cannot round the angles before their sines.
         self.distances_WD = distance_waves(spec.window, spec.hidden_size).to(weights.dtype).to(weights.device)
@@ -215,7 +213,7 @@ class AudioTower(Layer):
         heard, convolved = look_back(position_T, self.spec.window), look_back(position_T, self.spec.conv_width)
         for layer in self._layers:
             x_TD = layer(x_TD, self.distances_WD, heard, convolved)
-        rows_MD: Tensor = self.projector(self.out.linear(x_TD).add_(self.out_bias))
+        rows_MD: Tensor = self.projector(self.out_bias.add_to(self.out.linear(x_TD)))
         return list(rows_MD.split(counts))
 
     def finish(self) -> None:

@@ -44,9 +44,9 @@ class UnifiedVision(Layer):
         size, num_values, embedder = spec.hidden_size, CHANNELS * spec.token_pixels**2, weights.below("vision_embedder.")
         self.pixel_norm = MeanNorm("patch_ln1", num_values, embedder)
         self.dense = embedder.matrix(Projection("patch_dense", size), num_columns=num_values)
-        self.dense_bias = embedder.array("patch_dense.bias", size)
+        self.dense_bias = embedder.bias("patch_dense.bias", size)
         self.dense_norm = MeanNorm("patch_ln2", size, embedder)
-        self.positions = embedder.array("pos_embedding", spec.num_positions, 2, size)
+        self.positions = embedder.positions("pos_embedding", spec.num_positions, 2, size, axis=1)
         self.position_norm = MeanNorm("pos_norm", size, embedder)
         self.projector = Projector("embed_vision", size, spec.out_size, spec.rms_eps, weights)
         self.values = pixel_values().to(weights.dtype).to(weights.device)
@@ -58,8 +58,8 @@ class UnifiedVision(Layer):
     def encode(self, images: Sequence[MediaItem]) -> list[Tensor]:
         """Return the rows [num_tokens, D] of each image."""
         packed = pack_images(images, self.spec.token_pixels, 1, self.spec.num_positions, self.device)
-        x_MD = self.dense.linear(self.pixel_norm(self.values[packed.levels_TV])).add_(self.dense_bias)
-        x_MD = self.dense_norm(x_MD).add_(self.positions[packed.x_T, 0].add_(self.positions[packed.y_T, 1]))
+        x_MD = self.dense_bias.add_to(self.dense.linear(self.pixel_norm(self.values[packed.levels_TV])))
+        x_MD = self.dense_norm(x_MD).add_(self.positions.embed(packed.x_T, packed.y_T))
         rows_MD: Tensor = self.projector(self.position_norm(x_MD))
         return list(rows_MD.split(packed.lengths))
 

@@ -99,7 +99,7 @@ class VisionTower(Layer):
         size, tower = spec.hidden_size, weights.below("vision_tower.")
         embedder = tower.below("patch_embedder.")
         self.input = embedder.matrix(Projection("input_proj", size), num_columns=CHANNELS * spec.patch_size**2)
-        self.positions = embedder.array("position_embedding_table", 2, spec.num_positions, size)
+        self.positions = embedder.positions("position_embedding_table", 2, spec.num_positions, size, axis=0)
         layers = [VisionLayer(spec, tower.below(f"encoder.layers.{index}.")) for index in range(spec.num_layers)]
         self.layers = nn.ModuleList(layers)
         self._layers = layers
@@ -129,7 +129,7 @@ class VisionTower(Layer):
     def run_pass(self, packed: PackedImages) -> Tensor:
         """Return the rows [M, D] of packed images."""
         patches_TV = self.values[packed.levels_TV]
-        x_TD = self.input.linear(patches_TV).add_(self.positions[0][packed.x_T].add_(self.positions[1][packed.y_T]))
+        x_TD = self.input.linear(patches_TV).add_(self.positions.embed(packed.x_T, packed.y_T))
         rope = self.rope(packed.x_T, packed.y_T)
         normed: Tensor | None = self.ops.rms_norm(x_TD, self._layers[0].input_norm, self.spec.rms_eps)
         for index, layer in enumerate(self._layers):

@@ -113,7 +113,7 @@ def test_patches_know_their_place(patch, pooling):
 def test_columns_are_the_first_table():
     """With only the table of columns, patches of one column and equal pixels are equal, and those of one row differ."""
     tower = fresh_vision("31B")
-    tower.positions[1].zero_()
+    tower.positions.tensor[1].zero_()
     pixels = np.full((48, 96, 3), 7, dtype=np.uint8)
     seen: list[Tensor] = []
     first = tower._layers[0]
