@@ -41,19 +41,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 SIZES = (64, 128, 192, 256, 304, 336, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-WEIGHT_BYTES = 2  # of bfloat16
 LAYER_SECONDS = 6e-4  # time that the host needs to launch a layer, measured beside an H200
 MIN_TAIL_LAYERS = 4  # a tail with fewer layers is launched quickly enough
 
 
-def prompt_sizes(spec: ModelSpec, limit: int, arch: Arch) -> tuple[int, ...]:
-    """Return the sizes of up to `limit` tokens at which the host needs longer to launch a layer than the GPU to run it."""
+def prompt_sizes(spec: ModelSpec, expert_bytes: int, limit: int, arch: Arch) -> tuple[int, ...]:
+    """Return the sizes of up to `limit` tokens at which the host needs longer to launch a layer than the GPU to run it.
+
+    `expert_bytes` are those of all routed experts. Even a short prompt reads each of them, for few tokens each.
+    """
     weights = text_weights(spec)
-    used, spare = weights["attention"] + weights["dense MLP"], len(spec.layers) * LAYER_SECONDS
+    used = weights["attention"] + weights["dense MLP"]
     if spec.moe is not None:
-        experts = weights["routed experts"]
-        used += experts * spec.moe.top_k // spec.moe.num_experts
-        spare -= WEIGHT_BYTES * experts / arch.rates.bytes_per_s  # even a short prompt reads every expert, for few tokens each
+        used += weights["routed experts"] * spec.moe.top_k // spec.moe.num_experts
+    spare = len(spec.layers) * LAYER_SECONDS - expert_bytes / arch.rates.bytes_per_s
     longest = spare * arch.rates.flops_per_s / (2 * used)
     return tuple(size for size in SIZES if size <= min(limit, longest))
 
@@ -74,7 +75,8 @@ class FixedPrompts:
         self.target, self._tokens_SL = target, tokens_SL
         capability = hardware.capability_of(target.device) if target.device.type == "cuda" else hardware.ASSUMED_CAPABILITY
         arch = hardware.arch_of(capability)
-        self.sizes = prompt_sizes(target.model.spec, limit, arch) if _suits(target.model) else ()
+        _, expert_bytes = target.model.step_bytes()
+        self.sizes = prompt_sizes(target.model.spec, expert_bytes, limit, arch) if _suits(target.model) else ()
         buffers = _Buffers.allocate(max(self.sizes, default=0), len(target.pool.layout.groups), target.device)
         num_tail_layers = len(target.model.spec.layers) - target.model.num_whole_layers(target.taps)
         self.tails: FixedTails | None = None

@@ -13,6 +13,8 @@ import torch
 
 from culet.cache.pool import Pool
 from culet.hardware import ARCHS
+from culet.layers.weight.weights import Weights
+from culet.models.gemma4 import Gemma4
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
 from culet.runner.fixed.page_tables import table_columns
@@ -84,14 +86,20 @@ def test_bucket_sizes():
 
 def test_prompt_sizes():
     """The smaller the model and the faster the GPU, the longer are prompts whose launches take longest."""
-    longest = {
-        name: prompt_sizes(read_spec(VARIANTS[name]), 8192, ARCHS["sm_90"])[-1]
-        for name in ("E2B", "E4B", "12B", "26B-A4B", "31B")
-    }
+    longest = {}
+    for name in ("E2B", "E4B", "12B", "26B-A4B", "31B"):
+        spec = read_spec(VARIANTS[name])
+        _, expert_bytes = Gemma4(spec, Weights(torch.bfloat16, torch.device("meta"))).step_bytes()
+        longest[name] = prompt_sizes(spec, expert_bytes, 8192, ARCHS["sm_90"])[-1]
     assert longest == {"E2B": 2048, "E4B": 2048, "12B": 768, "26B-A4B": 640, "31B": 384}
-    assert prompt_sizes(read_spec(VARIANTS["E4B"]), 8192, ARCHS["sm_89"])[-1] == 768
-    assert prompt_sizes(read_spec(VARIANTS["E4B"]), 500, ARCHS["sm_90"]) == tuple(size for size in SIZES if size <= 500)
-    assert prompt_sizes(read_spec(VARIANTS["E4B"]), 0, ARCHS["sm_90"]) == ()
+    small = read_spec(VARIANTS["E4B"])
+    assert prompt_sizes(small, 0, 8192, ARCHS["sm_89"])[-1] == 768
+    assert prompt_sizes(small, 0, 500, ARCHS["sm_90"]) == tuple(size for size in SIZES if size <= 500)
+    assert prompt_sizes(small, 0, 0, ARCHS["sm_90"]) == ()
+    mixed = read_spec(VARIANTS["26B-A4B"])
+    sizes = [prompt_sizes(mixed, count, 8192, ARCHS["sm_90"])[-1] for count in (0, 10**10, 4 * 10**10)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 3  # the fewer bytes experts have, the longer are the sizes
 
 
 def test_prompts_in_sizes(model):
