@@ -156,6 +156,7 @@ def group_name(spec: KVSpec) -> str:
 
 
 PRECISIONS = {"auto": 0, "bfloat16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1}  # bytes per element, or 0 for the model's own
+DTYPE_NAMES = {1: "fp8_e4m3", 2: "bfloat16", 4: "float32"}  # by bytes per element
 
 
 def stored_as(specs: Sequence[KVSpec], choice: str) -> list[KVSpec]:

@@ -16,8 +16,8 @@ import click
 
 from culet import env
 from culet.attention.picture import draw
+from culet.cache.spec import DTYPE_NAMES
 from culet.cli.planning.facts import (
-    DTYPE_NAMES,
     Facts,
     draft_bytes,
     exchanges_of,
@@ -31,6 +31,7 @@ from culet.cli.planning.ranks import cache_share
 from culet.config import CacheConfig, MediaConfig, build_config
 from culet.errors import FAILED, ConfigError
 from culet.hardware import GPUS
+from culet.layers.weight.quantised.scheme import ROUNDINGS
 from culet.models.sizes import pages_of_sequence
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ _DTYPE = click.Choice(("auto", "bfloat16", "float32"))
 @click.option("--dtype", type=_DTYPE, help="Precision of weights and activations. [default: auto]")
 @click.option(
     "--quantization",
-    type=click.Choice(("auto", "fp8", "int4")),
+    type=click.Choice(("auto", *ROUNDINGS)),
     help="Precision to quantise plain weights to. [default: auto, that of the checkpoint]",
 )
 @click.option(

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import click
 
+from culet.layers.weight.quantised.scheme import ROUNDINGS
+
 
 @click.command()
 @click.argument("model")
 @click.argument("out", type=click.Path())
-@click.option("--format", "precision", type=click.Choice(("fp8", "int4")), required=True, help="Precision of the matrices.")
+@click.option("--format", "precision", type=click.Choice(tuple(ROUNDINGS)), required=True, help="Precision of the matrices.")
 @click.option("--revision", help="Branch, tag or commit of a model on the Hub.")
 @click.option("--device", default="auto", show_default=True, help="Device that rounds the weights: auto, cpu, cuda or cuda:N.")
 def quantize(model: str, out: str, precision: str, revision: str | None, device: str) -> None:

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from culet.errors import CheckpointError, ConfigError
 from culet.layers.weight.placement import FLOATS, INTEGERS, Placement
 from culet.layers.weight.quantised.choose import SKIPPED, StoredFormats, rounded
+from culet.layers.weight.quantised.scheme import rounding_of
 from culet.layers.weight.weights import Weights
 from culet.log import chose
 from culet.models.checkpoint import Checkpoint
@@ -87,12 +88,10 @@ def load_model(
 
 
 def _explain_rounding(quantization: str, checkpoint: Checkpoint) -> None:
-    if quantization == "fp8":
-        chose("weights", "fp8", "each row of a matrix gets a scale; tables, norms and the router keep their precision")
-        return
-    better = trained_file(checkpoint.config)
+    rounding = rounding_of(quantization)
+    better = trained_file(checkpoint.config) if rounding.has_better_files else None
     such_as = "" if better is None else f", such as {better}"
-    chose("weights", "int4", f"rounded to nearest in groups of 32; quantisation-aware training gives better files{such_as}")
+    chose("weights", quantization, f"{rounding.words}{such_as}")
 
 
 def choose_rounding(weights: Weights, quantization: str) -> Weights:

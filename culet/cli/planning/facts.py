@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from culet.attention.plan import AttentionPlan, plan_attention
-from culet.cache.spec import CacheLayout, plan_cache, share_among, stored_as
+from culet.cache.spec import DTYPE_NAMES, CacheLayout, plan_cache, share_among, stored_as
 from culet.cli.planning.ranks import STEP_TOKENS, Exchange, RankFacts, Share, cache_share, weight_shares
 from culet.config import Config, ModelConfig
 from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.errors import CheckpointError, ConfigError
 from culet.hardware import Gpu, find_gpu
 from culet.layers.weight.byte_sizes import bytes_per_value
-from culet.layers.weight.quantised.scheme import GGUF
+from culet.layers.weight.quantised.scheme import GGUF, is_widened, kind_of
 from culet.media.items import MediaKind
 from culet.models.folder import read_config
 from culet.models.quantised.config import read_quantisation
@@ -34,7 +34,6 @@ from culet.models.variants import VARIANTS
 
 DEFAULT_SEQ_LENS = (2000, 8192, 32768)
 _ITEMSIZES = {"bfloat16": 2, "float32": 4}
-DTYPE_NAMES = {1: "fp8_e4m3", 2: "bfloat16", 4: "float32"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Facts:
         kinds = dict.fromkeys(group.scheme.kind for group in quantisation.groups)
         if quantisation.method == GGUF and not kinds:
             return self.dtype
-        return "+".join(kinds) or f"int{quantisation.num_bits}"
+        return "+".join(kinds) or kind_of("int", quantisation.num_bits)
 
     @property
     def num_ranks(self) -> int:
@@ -329,7 +328,7 @@ def fit_of(facts: Facts, text_only: bool, latent: bool) -> dict[str, Any]:
         itemsize,
         num_tokens=min(facts.config.tokens_per_step(facts.gpu.memory_bytes), facts.max_model_len * schedule.max_num_seqs),
         num_seqs=schedule.max_num_seqs,
-        is_widened=facts.precision not in (facts.dtype, "fp8"),
+        is_widened=facts.precision != facts.dtype and is_widened(facts.precision),
     )
     if not text_only:
         working += facts.loaded_towers.working_bytes(itemsize)

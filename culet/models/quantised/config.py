@@ -12,13 +12,14 @@ from typing import Any
 
 from culet.errors import CheckpointError
 from culet.layers.weight.quantised.block_types import GROUP
-from culet.layers.weight.quantised.scheme import COMPRESSED_TENSORS, GGUF, MOBILE, MODELOPT, Scheme
+from culet.layers.weight.quantised.scheme import COMPRESSED_TENSORS, GGUF, MOBILE, MODELOPT, Scheme, kind_of
 from culet.models.variants import variant_of
 
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
-_MODELOPT_KINDS = {"NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4", "FP8": "fp8"}
+_MODELOPT_BITS = {"NVFP4": 4, "W4A16_NVFP4": 4, "FP8": 8}  # of floats
 _PACKED, _FLOAT, _NVFP4, _INT = "pack-quantized", "float-quantized", "nvfp4-pack-quantized", "int-quantized"
 _FORMATS = (_PACKED, _FLOAT, _NVFP4, _INT)
+WRITTEN = {"int": _PACKED, "float": _FLOAT}  # the formats that `write.py` writes, by type of number
 _UNCOMPRESSED, _MIXED = (None, "dense"), "mixed-precision"
 _BLOCK = [128, 128]
 _LINEAR = "Linear"
@@ -52,8 +53,7 @@ class Quantisation:
         if any(_ignores(entry, module, self.method) for entry in self.ignore):
             return None
         if self.method == MOBILE:
-            bits = self.bits_for(module)
-            return Scheme("int8" if bits == 8 else "int4")
+            return Scheme(kind_of("int", 8 if self.bits_for(module) == 8 else 4))
         # As in compressed-tensors, the most exact match counts, and the first of equal ones.
         best = max(self.groups, key=lambda group: group.match(module), default=None)
         return None if best is None or not best.match(module) else best.scheme
@@ -190,7 +190,7 @@ def _read_scheme(config: Mapping[str, Any], where: str, written: str, weights: M
     if weights.get("actorder") not in (None, False, "static", "weight"):
         raise _error(config, where, f"actorder is {weights['actorder']!r}, and Culet reads only columns in their own order")
     if written == _NVFP4:
-        return Scheme("nvfp4")
+        return Scheme(kind_of("float", 4))
     if written == _FLOAT:
         scales = {"channel": "channel", "tensor": "tensor", "block": "block"}.get(str(strategy))
         if (bits, kind) != (8, "float") or scales is None:
@@ -199,7 +199,7 @@ def _read_scheme(config: Mapping[str, Any], where: str, written: str, weights: M
             )
         if scales == "block" and list(weights.get("block_structure") or _BLOCK) != _BLOCK:
             raise _error(config, where, f"block_structure: got {weights['block_structure']}, expected {_BLOCK}")
-        return Scheme("fp8", scales=scales)
+        return Scheme(kind_of("float", 8), scales=scales)
     group = weights.get("group_size") if strategy == "group" else 0
     if strategy not in ("group", "channel") or not isinstance(group, int) or group < 0:
         raise _error(
@@ -209,14 +209,14 @@ def _read_scheme(config: Mapping[str, Any], where: str, written: str, weights: M
     if kind != "int" or bits not in (4, 8) or (bits == 8 and not symmetric) or (written == _INT and bits != 8):
         what = f"{bits}-bit {kind} weights{'' if symmetric else ' with zero points'}"
         raise _error(config, where, f"got {what}, expected 4 bits, or 8 bits without zero points")
-    return Scheme("int4" if bits == 4 else "int8", group, has_zero=not symmetric, is_packed=written == _PACKED)
+    return Scheme(kind_of(kind, bits), group, has_zero=not symmetric, is_packed=written == _PACKED)
 
 
 def _read_modelopt(config: Mapping[str, Any], key: str, values: Mapping[str, Any]) -> Quantisation:
     algorithm = values.get("quant_algo")
-    if algorithm not in _MODELOPT_KINDS:
+    if algorithm not in _MODELOPT_BITS:
         raise _error(config, key, f"the format is ModelOpt {_word(algorithm)}, which Culet does not read")
-    kind = _MODELOPT_KINDS[algorithm]
+    kind = kind_of("float", _MODELOPT_BITS[algorithm])
     ignore = values.get("ignore") or values.get("exclude_modules") or ()
     return Quantisation(MODELOPT, (Group((_LINEAR,), Scheme(kind, scales="tensor")),), tuple(map(str, ignore)))
 
@@ -244,7 +244,7 @@ def _read_blocks(values: Mapping[str, Any]) -> Quantisation | None:
     A file whose matrices and tables are plain counts as a plain checkpoint.
     """
     bits = values.get("num_bits")
-    groups = (Group((_LINEAR,), Scheme(f"int{bits}", GROUP)),) if bits in (4, 8) else ()
+    groups = (Group((_LINEAR,), Scheme(kind_of("int", bits), GROUP)),) if bits in (4, 8) else ()
     tables = (
         ("embed_tokens_per_layer", values.get("per_layer_table_bits", 16)),
         ("embed_tokens", values.get("table_bits", 16)),

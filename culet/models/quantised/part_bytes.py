@@ -10,15 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from culet.errors import ConfigError
-from culet.layers.weight.byte_sizes import bytes_per_value
-from culet.layers.weight.quantised.scheme import Scheme
+from culet.layers.weight.byte_sizes import bytes_of_bits, bytes_per_value
+from culet.layers.weight.quantised.scheme import Scheme, rounding_of
 from culet.models.quantised.config import Quantisation, read_quantisation
 from culet.models.sizes import text_weights
 from culet.models.spec import LayerSpec, ModelSpec
-
-_BLOCK = 128
-_NVFP4_GROUP = 16
-_ROUNDED_GROUP = 32  # of `--quantization int4`
 
 
 @dataclass(frozen=True)
@@ -62,19 +58,6 @@ def _layer_linears(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[L
         yield Linear("routed experts", f"{prefix}experts.0.down_proj", hidden, width, count, column_parts=width)
 
 
-def scheme_bytes(scheme: Scheme, num_rows: int, num_columns: int, itemsize: int) -> float:
-    """Return the bytes of a matrix in memory, with its scales."""
-    values, groups = num_rows * num_columns, num_rows * -(-num_columns // (scheme.group or num_columns))
-    if scheme.kind == "int4":
-        return values / 2 + groups * (itemsize + scheme.has_zero)
-    if scheme.kind == "int8":
-        return values + groups * itemsize
-    if scheme.kind == "nvfp4":
-        return values / 2 + values / _NVFP4_GROUP + 4 * num_rows
-    blocks = -(-num_rows // _BLOCK) * -(-num_columns // _BLOCK)
-    return values + 4 * (blocks if scheme.scales == "block" else num_rows)
-
-
 def _prefix(config: Mapping[str, Any]) -> str:
     """Return what the names of the decoder's modules begin with."""
     return "model.language_model." if "text_config" in config else "model."
@@ -92,25 +75,26 @@ def part_bytes(spec: ModelSpec, config: Mapping[str, Any], itemsize: int, precis
         scheme = _scheme(prefix + linear.name, linear, quantisation, precision)
         if scheme is not None:
             plain = linear.num_rows * linear.num_columns * itemsize
-            quantised = scheme_bytes(scheme, linear.num_rows, linear.num_columns, itemsize)
+            quantised = scheme.num_bytes(linear.num_rows, linear.num_columns, itemsize)
             sizes[linear.part] += linear.count * (quantised - plain)
     if spec.has_head:
         bits = 16 if quantisation is None or quantisation.scheme_of("lm_head") is None else quantisation.bits_for("lm_head")
-        sizes["head"] = spec.vocab_size * spec.hidden_size * {16: itemsize, 8: 1}.get(bits, 0.5)
+        sizes["head"] = spec.vocab_size * spec.hidden_size * bytes_of_bits(bits, itemsize)
     if quantisation is not None and quantisation.has_tables:
         for part, name in (("token embedding", "embed_tokens"), ("per-layer embeddings", "embed_tokens_per_layer")):
             if part in sizes:
                 bits = quantisation.bits_for(prefix + name)
-                sizes[part] *= {16: itemsize, 8: 1.0}.get(bits, 0.5) / itemsize
+                sizes[part] *= bytes_of_bits(bits, itemsize) / itemsize
     return {part: round(size) for part, size in sizes.items()}
 
 
 def _scheme(name: str, linear: Linear, quantisation: Quantisation | None, precision: str) -> Scheme | None:
     if quantisation is not None:
         return quantisation.scheme_of(name)
-    if precision == "int4":
-        return Scheme("int4", _ROUNDED_GROUP) if linear.num_columns % _ROUNDED_GROUP == 0 else None
-    return Scheme("fp8") if precision == "fp8" else None
+    if precision == "auto":
+        return None
+    rounding = rounding_of(precision)
+    return rounding.scheme if rounding.fits(linear.num_columns) else None
 
 
 def check_groups(spec: ModelSpec, config: Mapping[str, Any], precision: str, num_ranks: int) -> None:
@@ -134,16 +118,7 @@ def _cut_group(spec: ModelSpec, config: Mapping[str, Any], precision: str, num_r
     for linear in linears(spec):
         scheme = _scheme(prefix + linear.name, linear, quantisation, precision)
         parts = min(num_ranks, linear.column_parts)
-        unit, held = 1 if scheme is None else _column_unit(scheme), linear.num_columns // parts
+        unit, held = 1 if scheme is None else scheme.column_unit, linear.num_columns // parts
         if parts > 1 and held % unit:
             return linear, held, unit
     return None
-
-
-def _column_unit(scheme: Scheme) -> int:
-    """Return the number of columns that are stored together, in a group or a packed word."""
-    if scheme.kind == "nvfp4":
-        return _NVFP4_GROUP
-    if scheme.kind == "fp8":
-        return _BLOCK if scheme.scales == "block" else 1
-    return scheme.group or (8 if scheme.kind == "int4" else 4 if scheme.is_packed else 1)

@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from culet.errors import CheckpointError, ConfigError
-from culet.layers.weight.quantised.rounding import INT4_GROUP, stored_parts
+from culet.layers.weight.quantised.rounding import stored_parts
+from culet.layers.weight.quantised.scheme import rounding_of
 from culet.log import logger
 from culet.models.checkpoint import Checkpoint
 from culet.models.folder import CONFIG_FILE
-from culet.models.quantised.config import CONFIG_KEYS, read_quantisation
+from culet.models.quantised.config import CONFIG_KEYS, WRITTEN, read_quantisation
 from culet.models.weight_files import INDEX_FILE, SINGLE_FILE, StoredTensor, listed, read_headers, shown
 from culet.models.weights import PLAIN_TYPES, progress_bar
 
@@ -72,7 +73,8 @@ def _write_all(
             advance(tensor.num_bytes)
     shards.close()
     if plain:
-        logger.info("%d matrices keep their precision, because groups of %d do not divide them", len(plain), INT4_GROUP)
+        group = rounding_of(precision).scheme.group
+        logger.info("%d matrices keep their precision, because groups of %d do not divide them", len(plain), group)
     for file in sorted(checkpoint.folder.iterdir()):
         if file.suffix in _COPIED and file.name not in (CONFIG_FILE, INDEX_FILE):
             shutil.copyfile(file, target / file.name)
@@ -82,9 +84,8 @@ def _write_all(
 
 def _kept_plain(tensors: list[StoredTensor], precision: str) -> list[str]:
     """Return the modules that keep their precision, because groups do not divide them. A layer's experts stay together."""
-    if precision != "int4":
-        return []
-    odd = [tensor.name.removesuffix(".weight") for tensor in tensors if _is_matrix(tensor) and tensor.shape[-1] % INT4_GROUP]
+    fits = rounding_of(precision).fits
+    odd = [tensor.name.removesuffix(".weight") for tensor in tensors if _is_matrix(tensor) and not fits(tensor.shape[-1])]
     layers = {name.rpartition(".")[0] for name in odd if _EXPERTS.fullmatch(name)}
     return [*odd, *(each.name for each in tensors if each.name.rpartition(".")[0] in layers and each.name not in odd)]
 
@@ -127,10 +128,12 @@ def _split_stack(tensor: StoredTensor, precision: str, device: torch.device) -> 
 
 def quantisation_config(precision: str, plain: list[str]) -> dict[str, Any]:
     """Return the `quantization_config` of a checkpoint. `plain` are modules that would match, but are not quantised."""
-    weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-    if precision == "int4":
-        weights |= {"num_bits": 4, "type": "int", "strategy": "group", "group_size": INT4_GROUP}
-    form = "pack-quantized" if precision == "int4" else "float-quantized"
+    scheme = rounding_of(precision).scheme
+    weights: dict[str, Any] = {"num_bits": scheme.bits, "type": scheme.number, "strategy": scheme.scales}
+    weights |= {"symmetric": not scheme.has_zero, "dynamic": False}
+    if scheme.group:
+        weights |= {"strategy": "group", "group_size": scheme.group}
+    form = WRITTEN[scheme.number]
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None, "format": form}
     return {
         "quant_method": "compressed-tensors",

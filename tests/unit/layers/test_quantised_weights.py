@@ -17,6 +17,7 @@ from culet.layers.weight.placement import Placement
 from culet.layers.weight.quantised.forms import Fp8, Int4, Int8, Nvfp4
 from culet.layers.weight.quantised.matrices import QuantisedFormat
 from culet.layers.weight.quantised.rounding import RoundedFormat, round_fp8, round_int4
+from culet.layers.weight.quantised.scheme import Scheme, kind_of, rounding_of
 from culet.layers.weight.quantised.sources import PackedInt4, PackedInt8, StoredFp8, StoredNvfp4
 from culet.layers.weight.weights import Weights
 from culet.parallel.rank import Rank
@@ -32,6 +33,17 @@ FORMATS: dict[str, Any] = {
     "nvfp4": QuantisedFormat(Nvfp4(), StoredNvfp4(False)),
     "rounded to fp8": RoundedFormat("fp8"),
     "rounded to int4": RoundedFormat("int4"),
+}
+SCHEMES = {
+    "int4": Scheme("int4", 32),
+    "int4 with zero points": Scheme("int4", 64, has_zero=True),
+    "int4 per channel": Scheme("int4"),
+    "int8": Scheme("int8"),
+    "fp8": Scheme("fp8"),
+    "fp8 in blocks": Scheme("fp8", scales="block"),
+    "nvfp4": Scheme("nvfp4"),
+    "rounded to fp8": rounding_of("fp8").scheme,
+    "rounded to int4": rounding_of("int4").scheme,
 }
 
 
@@ -67,6 +79,14 @@ def layout(split: Split, *, order: bool = False) -> MatrixLayout:
     columns = torch.arange(256).view(2, 2, 64).flip(1).flatten() if order else None
     projections = (Projection("a", 256, turned, unit=128), Projection("b", 256, unit=128))
     return MatrixLayout(projections, 256, split, columns, column_unit=128)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_schemes_know_the_bytes_of_weights(name: str) -> None:
+    """Code without torch has only a scheme, and a loaded matrix says its own bytes."""
+    scheme = SCHEMES[name]
+    assert weights_for(name).matrix_of(layout(Split.NONE)).num_bytes == scheme.num_bytes(512, 256, 4)
+    assert kind_of(scheme.number, scheme.bits) == scheme.kind
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -15,10 +15,11 @@ from culet.layers.weight.plain import PlainFormat
 from culet.layers.weight.quantised.cut import Cut
 from culet.layers.weight.quantised.forms import Form, Fp8, Int4
 from culet.layers.weight.quantised.matrices import QuantisedFormat
+from culet.layers.weight.quantised.scheme import rounding_of
 from culet.layers.weight.quantised.sources import Placed, reorder, reorder_rows
 from culet.registry import lookup
 
-INT4_GROUP = 32
+INT4_GROUP = rounding_of("int4").scheme.group
 _E4M3_MAX = 448.0
 _INT4_MAX = 7.5  # as in compressed-tensors, the largest value of a group lies between the steps 7 and 8
 _MIN_SCALE = 1e-12  # used for a group of zeros
@@ -90,14 +91,13 @@ class RoundedFormat(PlainFormat):
         forms: dict[str, Form] = {"fp8": Fp8(), "int4": Int4(INT4_GROUP)}
         return QuantisedFormat(lookup("quantization", self.precision, forms), Rounded())
 
-    def _fits(self, num_columns: int) -> bool:
-        return self.precision != "int4" or num_columns % INT4_GROUP == 0
-
     def matrix(self, layout: MatrixLayout, site: Site) -> Matrix:
-        return self._quantised.matrix(layout, site) if self._fits(layout.num_columns) else super().matrix(layout, site)
+        fits = rounding_of(self.precision).fits(layout.num_columns)
+        return self._quantised.matrix(layout, site) if fits else super().matrix(layout, site)
 
     def experts(self, layout: ExpertsLayout, site: Site) -> ExpertStack:
-        fits = self._fits(layout.width) and self._fits(layout.hidden_size)
+        rounding = rounding_of(self.precision)
+        fits = rounding.fits(layout.width) and rounding.fits(layout.hidden_size)
         return self._quantised.experts(layout, site) if fits else super().experts(layout, site)
 
 

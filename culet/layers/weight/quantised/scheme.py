@@ -1,11 +1,23 @@
-"""How a checkpoint's config describes the values of a matrix. No torch."""
+"""How the values of a matrix are stored: as a config describes them, or as `--quantization` makes them. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
+from culet.registry import lookup
+
 COMPRESSED_TENSORS, MODELOPT, MOBILE, GGUF = "compressed-tensors", "modelopt", "gemma", "gguf"
+# By what a config calls the numbers, and their bits.
+_KINDS = {("int", 2): "int2", ("int", 4): "int4", ("int", 8): "int8", ("float", 4): "nvfp4", ("float", 8): "fp8"}
+_BLOCK = 128  # rows and columns of an fp8 block
+_NVFP4_GROUP = 16  # columns that share a scale
+_ROUNDED_GROUP = 32  # of `--quantization int4`
+
+
+def kind_of(number: str, bits: int) -> str:
+    """Return the kind of a scheme with numbers of `bits` bits that are int or float."""
+    return _KINDS[number, bits]
 
 
 @dataclass(frozen=True)
@@ -17,6 +29,69 @@ class Scheme:
     has_zero: bool = False
     scales: str = "channel"  # for fp8: channel, tensor or block
     is_packed: bool = True  # for int8
+
+    @property
+    def bits(self) -> int:
+        return int(self.kind[-1])
+
+    @property
+    def number(self) -> str:
+        """What a config calls the numbers: int or float."""
+        return "int" if self.kind.startswith("int") else "float"
+
+    @property
+    def column_unit(self) -> int:
+        """The number of columns that are stored together, in a group or a packed word."""
+        if self.kind == "nvfp4":
+            return _NVFP4_GROUP
+        if self.kind == "fp8":
+            return _BLOCK if self.scales == "block" else 1
+        return self.group or (8 if self.kind == "int4" else 4 if self.is_packed else 1)
+
+    def num_bytes(self, num_rows: int, num_columns: int, itemsize: int) -> float:
+        """Return the bytes of a matrix in memory, with its scales. `itemsize` is that of activations."""
+        values, groups = num_rows * num_columns, num_rows * -(-num_columns // (self.group or num_columns))
+        if self.kind == "int4":
+            return values / 2 + groups * (itemsize + self.has_zero)
+        if self.kind == "int8":
+            return values + groups * itemsize
+        if self.kind == "nvfp4":
+            return values / 2 + values / _NVFP4_GROUP + 4 * num_rows
+        blocks = -(-num_rows // _BLOCK) * -(-num_columns // _BLOCK)
+        return values + 4 * (blocks if self.scales == "block" else num_rows)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What plain weights become if they are quantised while they are loaded."""
+
+    scheme: Scheme
+    words: str  # for the log
+    has_better_files: bool = False  # training with quantised weights gives better ones
+
+    def fits(self, num_columns: int) -> bool:
+        """Return whether whole groups hold a matrix with this many columns."""
+        return num_columns % (self.scheme.group or 1) == 0
+
+
+# By the name of the precision in the settings.
+ROUNDINGS = {
+    "fp8": Rounding(Scheme("fp8"), "each row of a matrix gets a scale; tables, norms and the router keep their precision"),
+    "int4": Rounding(
+        Scheme("int4", _ROUNDED_GROUP),
+        f"rounded to nearest in groups of {_ROUNDED_GROUP}; quantisation-aware training gives better files",
+        has_better_files=True,
+    ),
+}
+
+
+def rounding_of(precision: str) -> Rounding:
+    return lookup("quantization", precision, ROUNDINGS)
+
+
+def is_widened(precision: str) -> bool:
+    """Return whether many tokens are multiplied by a wider copy of weights of a quantised precision."""
+    return precision != "fp8"
 
 
 class Description(Protocol):
