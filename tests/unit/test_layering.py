@@ -1,4 +1,4 @@
-"""The structure of the package: imports point one way without cycles, folders stay small, and seams hold.
+"""The structure of the package: imports point one way without cycles, and folders stay small.
 
 Every check reads every file. Typing-only and lazy imports count like any other.
 """
@@ -6,7 +6,6 @@ Every check reads every file. Typing-only and lazy imports count like any other.
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -93,7 +92,7 @@ TORCH_FREE = (
     ),
     *("culet.models.spec", "culet.models.checkpoint", "culet.models.variants", "culet.models.sizes"),
     "culet.models.towers.spec",
-    "culet.layers.weight.byte_sizes",
+    *("culet.layers.weight.byte_sizes", "culet.layers.weight.quantised.scheme"),
     *("culet.drafters.mtp.spec", "culet.drafters.dflash.spec"),
     *("culet.drafters.base", "culet.drafters.mtp.plan", "culet.drafters.dflash.plan"),
     *("culet.attention.plan", "culet.attention.picture"),
@@ -300,95 +299,6 @@ def test_large_folders_are_found(tmp_path: Path):
         (tmp_path / f"some/{name}.py").touch()
     assert large_folders(tmp_path / "some", 3) == {}
     assert large_folders(tmp_path / "some", 2) == {"some/inner": 3}
-
-
-# The Weight seam: only `layers/weight` and `kernels/` know a weight's format
-
-WEIGHT_CODE = ("layers/weight", "kernels/")
-FORMATS = ("bfloat16", "float16", "half", "int8", "int4", "uint4", "float8", "float4")  # prefixes of torch's dtype names
-STORED_FORMAT = re.compile(r"B?F\d+(_E\dM\d)?|[IU]\d+")  # names in safetensors headers, such as BF16 and F8_E4M3
-# Other code that names such a dtype, and its meaning there.
-NOT_WEIGHTS = {
-    "attention/triton.py": "queries: the Hopper kernels need bfloat16",
-    "bench/attention_cases.py": "inputs of attention kernels",
-    "bench/kernels.py": "inputs of attention kernels",
-    "bench/timing.py": "a buffer that flushes the L2 cache",
-    "cache/pool.py": "the KV cache",
-    "engine/resolve.py": "activations: the setting --dtype",
-    "testing/random_dflash.py": "a checkpoint that is written to disk",
-    "testing/tiny.py": "a checkpoint that is written to disk",
-}
-
-
-def named_formats(source: str) -> Iterator[str]:
-    """Yield where a file names a weight's dtype.
-
-    That is a dtype such as torch.int8, a stored type such as "BF16", a cast such as x.half(), or weight.dtype.
-    """
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and STORED_FORMAT.fullmatch(node.value):
-            yield f"{node.lineno}: {node.value!r}"
-        if not isinstance(node, ast.Attribute):
-            continue
-        value = node.value
-        if isinstance(value, ast.Name) and value.id == "torch" and node.attr.startswith(FORMATS):
-            yield f"{node.lineno}: torch.{node.attr}"
-        elif node.attr in ("bfloat16", "half"):
-            yield f"{node.lineno}: .{node.attr}"
-        elif node.attr in ("dtype", "element_size", "itemsize") and _is_weight(value):
-            yield f"{node.lineno}: {ast.unparse(node)}"
-
-
-def _is_weight(node: ast.expr) -> bool:
-    """Return whether an expression names a weight, such as `weight`, `layer.up_weight` or `self.weights[0]`."""
-    is_element = isinstance(node, ast.Subscript)
-    while isinstance(node, ast.Subscript):
-        node = node.value
-    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-    return name.endswith(("weight", "weights") if is_element else "weight")
-
-
-def test_only_weights_and_kernels_name_a_weights_dtype():
-    problems = {}
-    for path in modules().values():
-        place = path.relative_to(ROOT).as_posix()
-        if not place.startswith(WEIGHT_CODE) and place not in NOT_WEIGHTS:
-            problems[place] = list(named_formats(path.read_text(encoding="utf-8")))
-    assert {place: lines for place, lines in problems.items() if lines} == {}
-
-
-def test_the_exceptions_name_no_weight():
-    """A module with an exception may name a dtype but may not read a weight's own."""
-    for place in NOT_WEIGHTS:
-        lines = list(named_formats((ROOT / place).read_text(encoding="utf-8")))
-        assert lines, f"{place} needs no exception"
-        assert [line for line in lines if "weight" in line] == [], place
-
-
-@pytest.mark.parametrize(
-    ("source", "is_named"),
-    [
-        ("x.to(torch.bfloat16)", True),
-        ("torch.empty(3, dtype=torch.float8_e4m3fn)", True),
-        ("scale = torch.finfo(torch.int8).max", True),
-        ("y = x.half()", True),
-        ("if layer.weight.dtype == dtype: pass", True),
-        ("size = self.weights[0].element_size()", True),
-        ("up_weight.dtype", True),
-        ('sizes = {"BF16": 2}', True),
-        ("if stored.dtype in ('F8_E4M3', 'other'): pass", True),
-        ("header['I8']", True),
-        ("name = 'E4B'", False),
-        ('"""Some checkpoints store BF16."""', False),
-        ("x.to(torch.float32)", False),
-        ("torch.zeros(8, dtype=torch.uint8)", False),  # raw bytes
-        ("hidden_TD.dtype", False),
-        ("weight.num_bytes", False),
-        ("weights.dtype", False),  # code that makes weights knows the activations' dtype
-    ],
-)
-def test_the_guard_itself(source, is_named):
-    assert bool(list(named_formats(source))) == is_named
 
 
 # Loading without torch
