@@ -16,9 +16,9 @@ from culet.limits import read_limits
 from culet.thinking import read_thinking_budgets
 
 
-def option(default: Any, doc: str, *, flag: str = "", choices: tuple[str, ...] = ()) -> Any:
-    """Return a config field with its doc line. Set `flag` if its command-line flag is not `--field-name`."""
-    return field(default=default, metadata={"doc": doc, "flag": flag, "choices": choices})
+def option(default: Any, doc: str, *, elsewhere: str = "", flag: str = "", choices: tuple[str, ...] = ()) -> Any:
+    """Return a field with its doc line. `elsewhere` lists other machines' defaults. Set `flag` if it is not `--field-name`."""
+    return field(default=default, metadata={"doc": doc, "elsewhere": elsewhere, "flag": flag, "choices": choices})
 
 
 MAX_BATCHED_TOKENS = 65535  # CUDA's limit for the second axis of a grid, which some kernels use for the tokens of a step
@@ -48,7 +48,7 @@ class ModelConfig:
     dtype: str = option("auto", "Precision of weights and activations.", choices=("auto", "bfloat16", "float32"))
     quantization: str = option(
         "auto",
-        "Precision to quantise plain weights to while they are loaded; auto keeps that of the checkpoint.",
+        "Precision to which unquantised weights are quantised while loading; auto keeps that of the checkpoint.",
         choices=("auto", "fp8", "int4"),
     )
     max_model_len: int | None = option(None, "Maximum length of prompt plus output, in tokens (default: the model's limit).")
@@ -65,7 +65,7 @@ class ModelConfig:
     )
     allow_control_tokens: bool = option(
         False,
-        "Let messages and tools spell out control tokens such as <|turn>, which forge turns (default: they are plain text).",
+        "Treat control tokens such as <|turn> in messages and tools as such, not as plain text; they can then forge turns.",
         flag="--allow-control-tokens/--no-allow-control-tokens",
     )
     enforce_eager: bool = option(
@@ -108,21 +108,22 @@ class CacheConfig:
 class ScheduleConfig:
     """How many requests run and wait at the same time."""
 
-    max_num_seqs: int = option(128, "Maximum number of sequences that run at the same time.")
+    max_num_seqs: int = option(128, "Maximum number of sequences that run at the same time.", elsewhere="32 on a CPU")
     max_num_batched_tokens: int = option(
         8192,
-        "Maximum number of new tokens in one step; longer prompts are computed in chunks. The default is 2048 on GPUs with "
-        "less than 40 GiB, and 1024 on a CPU.",
+        "Maximum number of new tokens in one step; longer prompts are computed in chunks.",
+        elsewhere="2048 on GPUs with less than 40 GiB, 1024 on a CPU",
     )
     max_queue_len: int = option(4096, "Maximum number of waiting requests; further ones are refused.")
     async_scheduling: bool = option(
         True,
-        "Launch each step before the previous one's tokens are known, so that the GPU never waits (on a CPU only if set).",
+        "Launch each step before the previous one's tokens are known, so that the GPU never waits.",
+        elsewhere="off on a CPU",
         flag="--async-scheduling/--no-async-scheduling",
     )
     max_step_ms: int = option(
         100,
-        "Time that a step with a prompt's chunk should take at most while answers are running; 0 for no limit, as in LLM. "
+        "Target maximum time for a step that contains part of a prompt while answers are running; 0 for no limit, as in LLM. "
         "Chunks are cut to measured times, and they are as long as --max-num-batched-tokens while no answer is running.",
     )
 
@@ -242,7 +243,7 @@ class ParallelConfig:
     tensor_parallel_size: int = option(1, "Number of GPUs, or processes on a CPU, that share each layer; not for E2B and E4B.")
     all_reduce: str = option(
         "auto",
-        "How GPUs add their sums: auto (symmetric memory where a test at start is right, otherwise NCCL) or nccl.",
+        "How GPUs combine their partial sums: auto (symmetric memory if it passes a startup test, otherwise NCCL) or nccl.",
         choices=("auto", NCCL),
     )
 
@@ -268,14 +269,14 @@ class MediaConfig:
         "Maximum number of items per kind in a prompt, as a JSON object with image, video and audio; 0 loads no tower.",
     )
     media_cache_memory_bytes: int = option(
-        512 << 20, "Size of the cache for features of images, video and audio, which requests share, in bytes."
+        512 << 20, "Size of the cache of image, video and audio features, which all requests share, in bytes."
     )
     max_encoder_tokens: int = option(
         560,
-        "Maximum number of tokens of images, video and audio to encode beside a step that decodes; one item may have more.",
+        "Maximum number of image, video and audio tokens to encode beside a decoding step; a single item may exceed it.",
     )
     max_media_bytes: int = option(
-        1 << 30, "Maximum size of the decoded images, video and audio of all requests; further ones are refused."
+        1 << 30, "Maximum total size of decoded images, video and audio, in bytes; requests that would exceed it are refused."
     )
     allowed_media_domains: str = option(
         "",
@@ -283,7 +284,7 @@ class MediaConfig:
     )
     image_mask: str = option(
         "trained",
-        "What the tokens of an image attend to on 12B: as in training (most likely), or as in transformers.",
+        "What an image's tokens attend to on 12B: as (most likely) in training, or as in transformers.",
         choices=("trained", "transformers"),
     )
 
@@ -345,7 +346,7 @@ class ServeConfig:
     uds: str | None = option(None, "Unix socket to listen on instead of a port.")
     reuse_port: bool = option(
         False,
-        "Share the port with another server, and listen once the model is ready, so that a new version can take over.",
+        "Share the port with a running server, and listen only once the model is ready, so that a new version can take over.",
         flag="--reuse-port/--no-reuse-port",
     )
     ssl_certfile: str | None = option(None, "Certificate for HTTPS, a PEM file with the whole chain.")
@@ -371,17 +372,18 @@ class ServeConfig:
     )
     constrain_tool_calls: bool = option(
         True,
-        "Hold tool calls to the declared tools and their schemas, from the token that opens a call on.",
+        "Restrict tool calls to the declared tools and their schemas, starting at the token that opens a call.",
         flag="--constrain-tool-calls/--no-constrain-tool-calls",
     )
     unmarked_tool_calls: bool = option(
         False,
-        "Accept call:NAME{...} of a declared tool without the tokens around it; off because quoted calls would count, too.",
+        "Accept call:NAME{...} of a declared tool without the tokens around it; off by default, because quoted calls would be "
+        "treated as calls.",
         flag="--unmarked-tool-calls/--no-unmarked-tool-calls",
     )
     repeat_tool_call_ids: bool = option(
         False,
-        "Repeat the id and the name of a tool call in each streamed part of it; some clients append them, so it is off.",
+        "Repeat a tool call's id and name in each streamed part of it; off by default, because some clients append them.",
         flag="--repeat-tool-call-ids/--no-repeat-tool-call-ids",
     )
     clamp_max_tokens: bool = option(
@@ -401,14 +403,14 @@ class ServeConfig:
     queue_timeout: float = option(600.0, "Maximum wait for a request's first token, in seconds.")
     drain_timeout: float = option(30.0, "Seconds that running requests have to finish after Ctrl-C or SIGTERM.")
     max_engine_restarts: int = option(
-        3, "How many times to restart an engine that died, within engine-restart-window; after that the server exits."
+        3, "Maximum number of restarts of a dead engine within --engine-restart-window; after that the server exits."
     )
-    engine_restart_window: float = option(600.0, "Time in which max-engine-restarts restarts are allowed, in seconds.")
+    engine_restart_window: float = option(600.0, "Period to which --max-engine-restarts applies, in seconds.")
     data_parallel_size: int = option(
-        1, "Number of engines, each with its own copy of the model on its own GPU, or its share of the CPU's threads."
+        1, "Number of engines, each with its own copy of the model, on its own GPU or with a share of the CPU's threads."
     )
     kv_events_config: str | None = option(
-        None, "Publish over ZMQ which prompts the engine can resume, for routers: a JSON object with vLLM's keys."
+        None, "Tell routers over ZMQ which prompts the engine can resume; the value is a JSON object with vLLM's keys."
     )
     limits: str = option("", "Limits per request and client, as in n=4,body_mb=64; the serving guide lists them.")
     log_format: str = option("text", "Format of the log.", choices=("text", "json"))

@@ -58,7 +58,7 @@ class Stopper:
         """Let `stop` kill `process` while it works on the question."""
         with self._lock:
             if self.is_stopped:
-                raise ConnectionAbortedError("the question was withdrawn")
+                raise ConnectionAbortedError("the question was cancelled")
             self._process = process
         try:
             yield

@@ -38,6 +38,7 @@ def settings() -> str:
             choices = setting.metadata["choices"]
             doc = setting.metadata["doc"] + (f" One of: {', '.join(choices)}." if choices else "")
             default = "" if setting.default in (None, "") else f"`{setting.default}`"
+            default += "; " * bool(setting.metadata["elsewhere"]) + setting.metadata["elsewhere"]
             lines.append(f"| `{setting.name}` | `{flag}` | {default} | {doc} |")
         lines.append("")
     return "\n".join(lines)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     default=None,
     help="Send the prompt as a user message through the chat template. [default: on for the built-in model, else off]",
 )
-@click.option("--image", "image", multiple=True, metavar="FILE", help="Show this image before the prompt; repeatable.")
-@click.option("--video", "video", multiple=True, metavar="FILE", help="Show this video before the prompt; repeatable.")
-@click.option("--audio", "audio", multiple=True, metavar="FILE", help="Play this recording before the prompt; repeatable.")
+@click.option("--image", "image", multiple=True, metavar="FILE", help="Include this image before the prompt; repeatable.")
+@click.option("--video", "video", multiple=True, metavar="FILE", help="Include this video before the prompt; repeatable.")
+@click.option("--audio", "audio", multiple=True, metavar="FILE", help="Include this recording before the prompt; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @verbose_option
 @sampling_options

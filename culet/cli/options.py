@@ -67,11 +67,13 @@ def _config_option(entry: Field[Any]) -> Callable[[F], F]:
     name, kind = entry.name, str(entry.type).split(" | ")[0]
     flag = entry.metadata["flag"] or "--" + name.replace("_", "-")
     help_text: str = entry.metadata["doc"]
+    default = entry.default if kind != "bool" else "on" if entry.default else "off"
+    if default not in (None, ""):
+        elsewhere = entry.metadata["elsewhere"]
+        help_text = f"{help_text} [default: {default}{elsewhere and '; ' + elsewhere}]"
     if kind == "bool":
-        return click.option(flag, name, default=None, help=f"{help_text} [default: {'on' if entry.default else 'off'}]")
+        return click.option(flag, name, default=None, help=help_text)
     flags = ("--model", "-m") if flag == "MODEL" else (flag,)
-    if entry.default not in (None, ""):
-        help_text = f"{help_text} [default: {entry.default}]"
     choices = entry.metadata["choices"]
     return click.option(
         *flags, name, type=click.Choice(choices) if choices else _CLICK_TYPES[kind], default=None, help=help_text

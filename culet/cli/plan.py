@@ -56,7 +56,7 @@ _DTYPE = click.Choice(("auto", "bfloat16", "float32"))
 @click.option(
     "--quantization",
     type=click.Choice(("auto", *ROUNDINGS)),
-    help="Precision to quantise plain weights to. [default: auto, that of the checkpoint]",
+    help="Precision to which unquantised weights are quantised. [default: auto, that of the checkpoint]",
 )
 @click.option(
     "--kv-cache-dtype",

@@ -152,7 +152,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def _check_max_model_len(wanted: int | None, limit: int) -> None:
     """Raise early if the length is invalid. Later it would size buffers that do not fit on the GPU."""
     if wanted is not None and wanted > limit:
-        raise ConfigError(f"max-model-len: got {wanted}, but the model's positions end at {limit}", hint=f"use at most {limit}")
+        raise ConfigError(f"max-model-len: got {wanted}, but the model supports at most {limit} tokens")
     if wanted is not None and wanted < 2:
         raise ConfigError(f"max-model-len: got {wanted}, expected at least 2 (a prompt token and an output token)")
 

@@ -84,7 +84,7 @@ class DecoderPool:
         limit_s = self._limits.time_limit_s
         for _ in range(_ATTEMPTS):
             if stopper.is_stopped:
-                raise BadRequest(f"{name}: withdrawn before it was decoded")
+                raise BadRequest(f"{name}: cancelled before it was decoded")
             process = self._take()
             try:
                 with stopper.watch(process):

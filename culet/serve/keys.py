@@ -180,7 +180,7 @@ class KeyRing:
             logger.error("the API keys were not changed: %s", error.message)
             return False
         self._use(keys)
-        logger.info("the API keys were read again: %d keys", len(keys))
+        logger.info("reloaded %d API keys", len(keys))
         return True
 
     def caller(self, headers: Mapping[bytes, bytes]) -> Caller:

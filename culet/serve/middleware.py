@@ -108,7 +108,7 @@ class Middleware:
         name = name.strip("[]")
         if not name or name == "localhost" or name.endswith(".localhost") or _is_address(name):
             return
-        raise HttpError(403, "host: got a name that is not local to this machine", hint="set an API key to allow other names")
+        raise HttpError(403, "host: the name does not refer to this machine", hint="set an API key to allow other names")
 
     def _check_origin(self, headers: dict[bytes, bytes]) -> None:
         """Raise if a page of another origin sent a form. Browsers name the origin, and other clients do not."""

@@ -175,7 +175,7 @@ class GrammarCheck:
             with self._lock:
                 self._running.discard(check)
         for name, why in verdict.free_tools.items():
-            logger.warning("calls of %s are not held to its schema, any arguments are allowed: %s", name, why)
+            logger.warning("calls to %s are not checked against its schema; any arguments are allowed: %s", name, why)
         self._remember(check.key, verdict)
         return verdict
 

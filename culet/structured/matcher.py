@@ -321,13 +321,13 @@ class Matcher:
                 self._num_thought += 1
 
     def _fail(self, grammar: LLMatcher) -> None:
-        """Give up the grammar. A tool call goes on without it, unless a tool is strict. Anything else is a fault."""
+        """Give up the grammar. A tool call continues without it, unless a tool is strict. Anything else is a fault."""
         reason = shorten(grammar.get_error()) if grammar.is_error() else _DEAD_END
         reason = _DEAD_END if reason.startswith("NoExtension") else reason
         if self._is_document or self._is_strict:
             self.fault = self.fault or GRAMMAR_FAULT + reason
         else:
-            logger.warning("a tool call goes on without its grammar: %s", reason)
+            logger.warning("a tool call continues without its grammar: %s", reason)
             self.phase, self.grammar = Phase.FREE, None
 
 

@@ -218,7 +218,7 @@ class ChatTemplate:
         A process that is lost is replaced here and now, so that no other conversation waits for a process to start.
         """
         if stopper.is_stopped:
-            raise BadRequest("the conversation was withdrawn before it was rendered")
+            raise BadRequest("the conversation was cancelled before it was rendered")
         time_limit_s = self._limits.time_limit_s
         process = self._take()
         for _ in range(_ATTEMPTS):

@@ -94,7 +94,7 @@ def test_a_client_that_leaves_frees_the_process(pool: DecoderPool):
     """The process is killed while it works, and the next medium gets a new one."""
     stopper = Stopper()
     threading.Timer(0.5, stopper.stop).start()
-    with pytest.raises(BadRequest, match="withdrawn"):
+    with pytest.raises(BadRequest, match="cancelled"):
         pool.decode("image", question(b"hang"), b"hang", stopper)
     assert not pool._idle
     assert pool.decode("image", question(SMALL), SMALL).num_tokens == 3

@@ -160,7 +160,7 @@ def test_fields_that_are_refused(tiny: Running, fields: dict[str, Any], name: st
 def test_misspelt_fields_are_refused(tiny: Running, fields: dict[str, Any], meant: str) -> None:
     response = tiny.chat(messages=HELLO, max_tokens=4, **fields)
     assert response.status_code == 400
-    assert response.json()["error"]["message"].endswith(f"there is no such field (hint: did you mean {meant}?)")
+    assert response.json()["error"]["message"].endswith(f"unknown field (hint: did you mean {meant}?)")
 
 
 def test_other_unknown_fields_are_ignored(tiny: Running) -> None:

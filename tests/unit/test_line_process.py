@@ -133,7 +133,7 @@ def test_a_question_that_kills_its_process_is_asked_only_twice(monkeypatch):
     template.close()
 
 
-def test_a_question_can_be_withdrawn():
+def test_a_question_can_be_cancelled():
     """The process is killed at once, and no other one is asked. The next question gets a new process."""
     endless = "{% if messages[0].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
     template = own(endless + "{% endfor %}{% endif %}fine", time_limit_s=1000.0)
@@ -147,7 +147,7 @@ def test_a_question_can_be_withdrawn():
     timer.join()
     assert not process.is_alive
     assert template.num_replaced == 1
-    with pytest.raises(BadRequest, match="withdrawn"):
+    with pytest.raises(BadRequest, match="cancelled"):
         template.render_chat(Chat(HELLO), stopper)  # it is too late, and no process is lost
     assert template.num_replaced == 1
     assert template.render(HELLO) == "fine"

@@ -77,7 +77,7 @@ def peak_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Number of runs for rows with a single sequence. The best run counts.",
+    help="Number of runs for rows with a single sequence; the best run is reported.",
 )
 @click.option(
     "--check/--no-check",
@@ -303,13 +303,13 @@ def print_table(table: Table, remarks: list[str]) -> None:
 @click.option("--backend", default="auto", show_default=True, help="Attention backend. With auto, Culet chooses.")
 @click.option("--device", default="auto", show_default=True, help="Device to run on: auto, cpu, cuda or cuda:N.")
 @click.option(
-    "--repeats", type=click.IntRange(min=1), default=25, show_default=True, help="Number of replays. The median counts."
+    "--repeats", type=click.IntRange(min=1), default=25, show_default=True, help="Number of replays; the median is reported."
 )
 @click.option("--check/--no-check", default=True, help="Check the results against float32. [default: on]")
 @click.option("--json", "json_file", metavar="FILE", help="Write the results to FILE as JSON.")
 @peak_options
 def kernels(shapes: tuple[str, ...], cases: tuple[str, ...], json_file: str | None, **options: Any) -> None:
-    """Time attention kernels, in the cases for which a peer's results are known or with any shape.
+    """Time attention kernels, in the cases for which another engine's results are known or with any shape.
 
     \b
     Examples:

@@ -140,7 +140,8 @@ def bench_serve(**options: Any) -> None:
       culet bench serve --dataset mixed --num-chats 31 --num-prompts 30 --request-rate 1 --random-input-len 8000
       culet bench serve --dataset agent --agent-history 20000,60000 --agent-sessions 10
 
-    The figures and their layout are those of `vllm bench serve`. Any server with an OpenAI-compatible API can be measured.
+    The report has the same figures and layout as that of `vllm bench serve`. Any server with an OpenAI-compatible API can be
+    measured.
     """
     import asyncio
 

@@ -154,9 +154,7 @@ def _check_lengths(config: ModelConfig, spec: ModelSpec, seq_lens: Sequence[int]
     """Return the given sequence lengths, or the defaults that are within the limit. Raise if a length is over the limit."""
     limit = spec.max_position
     if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(
-            f"max-model-len: got {config.max_model_len}, but the model's positions end at {limit}", hint=f"use at most {limit}"
-        )
+        raise ConfigError(f"max-model-len: got {config.max_model_len}, but the model supports at most {limit} tokens")
     limit = config.max_model_len or limit
     for length in seq_lens:
         if not 1 <= length <= limit:

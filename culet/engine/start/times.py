@@ -37,7 +37,7 @@ class StartTimes:
         self.total = time.perf_counter() - self._started
         self.parts["other"] = max(0.0, self.total - sum(self.parts.values()))
         parts = [f"{name} {seconds:.1f}" + self._note(name) for name, seconds in self.parts.items()]
-        logger.info("the engine is loaded after %.1f s: %s", self.total, ", ".join(parts))
+        logger.info("engine loaded in %.1f s: %s", self.total, ", ".join(parts))
 
     def _note(self, name: str) -> str:
         return f" ({self._notes[name]})" if name in self._notes else ""

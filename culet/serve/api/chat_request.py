@@ -73,7 +73,7 @@ async def check_chat(service: Service, messages: Sequence[object], tools: Sequen
             size = max([size, *sizes])
         if size > max_size:
             raise BadRequest(
-                f"tools: they have more than {limits.tool_kb} kB",
+                f"tools: the JSON is larger than {limits.tool_kb} kB",
                 hint="send fewer or smaller tools; the server sets the maximum with --limits tool_kb=N",
             )
 

@@ -102,7 +102,7 @@ def _check_spelling(kind: type[Struct], given: Mapping[str, object]) -> None:
     unknown = given.keys() - _names_of(kind) - _OTHER_FIELDS
     for name in itertools.islice(unknown, _MAX_UNKNOWN):
         if len(name) <= _MAX_NAME_CHARS and (meant := _meant_by(kind, name)) is not None:
-            raise BadRequest(f"{name}: there is no such field", hint=f"did you mean {meant}?")
+            raise BadRequest(f"{name}: unknown field", hint=f"did you mean {meant}?")
 
 
 @cache

@@ -14,7 +14,7 @@ _PROBLEMS = {
     "loading": "the model is loading",
     "restarting": "the engine died and is being restarted",
     "stuck": "the engine is stuck in a step",
-    "given up": "the engine died too often and is not restarted any more",
+    "given up": "the engine died too often and will not be restarted",
 }
 
 

@@ -186,7 +186,7 @@ class Engines:
         if not left:
             self.on_exit(error)
             return
-        logger.error("the server goes on with %d of %d engines", len(left), len(self.parts))
+        logger.error("the server continues with %d of %d engines", len(left), len(self.parts))
         ready = [part for part in left if part.is_ready]
         for stream in engine.client.give_away():
             (self._choose(ready, stream.request) if ready else left[0]).client.take(stream)
@@ -197,5 +197,5 @@ def unavailable(engines: EngineSource) -> CuletError:
     if engines.health == "restarting":
         return WorkerDied("the engine died and is being restarted", hint="try again later")
     if engines.health == "given up":
-        return WorkerDied("the engine died and is not restarted any more", hint="use another replica")
+        return WorkerDied("the engine died and will not be restarted", hint="use another replica")
     return WorkerDied("the model is still loading", hint="try again later")

@@ -151,7 +151,7 @@ class SupervisedEngine:
             logger.error("%s did not start: %s", self.name, error.message)
         self.is_given_up = True
         self.on_give_up(error)  # other engines may take the requests
-        self.client.fail_all(WorkerDied("the engine died and is not restarted any more", hint="use another replica"))
+        self.client.fail_all(WorkerDied("the engine died and will not be restarted", hint="use another replica"))
 
     async def _watch(self, client: EngineClient, silence: watchdog.Watchdog) -> None:
         """Kill an engine that hangs in a step."""

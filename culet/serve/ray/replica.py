@@ -98,7 +98,7 @@ class EngineReplica:
     def check_health(self) -> None:
         """Raise if Ray should replace this replica. While the engine restarts, requests wait for it."""
         if self._engine.is_given_up:
-            raise WorkerDied("the engine died and is not restarted any more")
+            raise WorkerDied("the engine died and will not be restarted")
 
     def record_routing_stats(self) -> dict[str, float]:
         """Return the load, for those who watch Ray's own state."""

@@ -369,7 +369,7 @@ def test_the_cache_takes_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
     text = "\n".join(record.getMessage() for record in caplog.records)
     assert "activations" in text
     assert "graphs" in text
-    assert "the engine is loaded after" in text
+    assert "engine loaded in" in text
     # Everything that the process holds, including engines of other tests. What those held before is less useful, because a
     # memory trial releases the workspaces of their captures.
     assert 0.95 * allowed < held <= allowed

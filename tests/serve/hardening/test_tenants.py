@@ -181,17 +181,17 @@ def test_keys_are_read_again_on_a_signal(shared: Running, key_file: Path) -> Non
         wait_for(lambda: shared.log().count(expected) > before, 5, expected)
 
     try:
-        signal_and_wait(KEYS + '\n[[key]]\nname = "new"\nkey = "new-secret"\n', "read again: 6 keys")
+        signal_and_wait(KEYS + '\n[[key]]\nname = "new"\nkey = "new-secret"\n', "reloaded 6 API keys")
         assert post(shared, "new-secret").status_code == 200
         for bad in ("", "not TOML", '[[key]]\nname = "x"\n', '[[key]]\nname = "x"\nkey = "bob-secret"\nlimit = 3\n'):
             signal_and_wait(bad, "keys were not changed")
             assert post(shared, "new-secret").status_code == 200
-        signal_and_wait(KEYS.replace("bob-secret", "other-secret"), "read again: 5 keys")
+        signal_and_wait(KEYS.replace("bob-secret", "other-secret"), "reloaded 5 API keys")
         assert post(shared, "new-secret").status_code == 401
         assert post(shared, "bob-secret").status_code == 401
         assert post(shared, "other-secret").status_code == 200
     finally:
-        signal_and_wait(KEYS, "read again: 5 keys")
+        signal_and_wait(KEYS, "reloaded 5 API keys")
 
 
 def test_several_plain_keys_are_kept_apart(scripted: Callable[..., Running]) -> None:

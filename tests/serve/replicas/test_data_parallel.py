@@ -140,7 +140,7 @@ def test_other_engines_answer_what_a_given_up_engine_leaves(scripted: Callable[.
             assert '"error"' in [line for line in lines if line][-2]
         health = [engine["health"] for engine in server.stats()["engines"]]
         assert (health[rank], health[1 - rank]) == ("given up", "ok")
-        assert "goes on with 1 of 2 engines" in server.log()
+        assert "continues with 1 of 2 engines" in server.log()
         assert server.http.post("/v1/completions", json=body).json()["choices"] == expected
         wait_for(server.is_at_rest, what="totals without the engine that is gone")
 

@@ -328,7 +328,7 @@ def test_picture_that_cannot_be_written(tmp_path: Path):
         (("31B", "--gpu", "cpu", "--attention-backend", "global=triton"), ConfigError, "layer 5 (global, head dim 512)"),
         (("31B", "--gpu", "cpu", "--attention-backend", "triton"), ConfigError, "layer 0 (sliding, head dim 256)"),
         (("31B", "--gpu", "h200", "--attention-backend", "fast"), ConfigError, "unknown attention backend: 'fast'"),
-        (("31B", "--gpu", "h200", "--max-model-len", "999999"), ConfigError, "positions end at 262144"),
+        (("31B", "--gpu", "h200", "--max-model-len", "999999"), ConfigError, "supports at most 262144 tokens"),
         (("31B", "--gpu", "h200", "--max-model-len", "0"), ConfigError, "max-model-len"),
         (("31B", "--gpu", "h200", "--seq-len", "0"), ConfigError, "seq-len"),
         (("31B", "--gpu", "h200", "--seq-len", "300000"), ConfigError, "from 1 to 262144"),

@@ -173,7 +173,7 @@ def test_requests_of_a_given_up_engine_wait_for_one_that_restarts(made: Made) ->
         assert errors == []
         assert (second.health, engines.health) == ("given up", "restarting")
         first.is_given_up = True
-        assert unavailable(engines).message == "the engine died and is not restarted any more"
+        assert unavailable(engines).message == "the engine died and will not be restarted"
         first.on_give_up(WorkerDied("this one, too"))
         assert [error.message for error in errors] == ["this one, too"]
         await engines.stop()
