@@ -40,17 +40,17 @@ def _decode(
     KIND: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, M: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Attend the GROUP queries of one sequence and KV head to the keys of one split."""
-    one, split = tl.program_id(0), tl.program_id(1)
+    head, split = tl.program_id(0), tl.program_id(1)
     column = tl.arange(0, 128)
     row = tl.arange(0, M)
-    query = Q + (one * GROUP + row % GROUP)[:, None] * 512 + column[None, :]
+    query = Q + (head * GROUP + row % GROUP)[:, None] * 512 + column[None, :]
     q_0, q_1, q_2, q_rot = tl.load(query), tl.load(query + 128), tl.load(query + 256), tl.load(query + 384)
     o_0 = tl.zeros([M, 128], tl.float32)
     o_1, o_2, o_3 = o_0, o_0, o_0
     top = tl.full([M], -1e30, tl.float32)
     total = tl.zeros([M], tl.float32)
     place = tl.arange(0, BN)
-    rows = ROWS + one.to(tl.int64) * num_keys * WIDTH
+    rows = ROWS + head.to(tl.int64) * num_keys * WIDTH
     if KIND == 1:
         table = PLACES + place[:, None] * 256 + column[None, :]
         place_cos, place_sin = tl.load(table), tl.load(table + 128)
@@ -85,7 +85,7 @@ def _decode(
         o_1 = tl.dot(p, n_0, o_1 * shrink[:, None])
         o_2 = tl.dot(p, n_1, o_2 * shrink[:, None])
         o_3 = tl.dot(p, n_2, o_3 * shrink[:, None])
-    place_of = (one * tl.num_programs(1) + split) * GROUP + row
+    place_of = (head * tl.num_programs(1) + split) * GROUP + row
     out = OUT + place_of[:, None] * 512 + column[None, :]
     is_valid = (row < GROUP)[:, None]
     tl.store(out, o_0 / total[:, None], is_valid)
@@ -127,9 +127,9 @@ class Trial:
         self.weight = 1 + 0.1 * torch.randn(128, device="cuda", generator=generator)
         self.rows = torch.empty(self.count, num_keys, 640, device="cuda", dtype=torch.bfloat16)
         self.q = torch.randn(self.count, GROUP, 512, **normal) * 0.06
-        for one in self.rows:  # one at a time, because float64 takes four times the memory
-            one[:, :512] = torch.randn(num_keys, 512, **normal)
-            one[:, 512:] = rotated(one[:, :128], self.weight).bfloat16()
+        for rows in self.rows:  # one at a time, because float64 takes four times the memory
+            rows[:, :512] = torch.randn(num_keys, 512, **normal)
+            rows[:, 512:] = rotated(rows[:, :128], self.weight).bfloat16()
         self.narrow = self.rows[..., :512].contiguous()
 
     def launch(self, kind: int, keys: int, num_warps: int, num_stages: int, num_splits: int) -> tuple[Tensor, Tensor, Any]:
@@ -154,9 +154,9 @@ class Trial:
         """Return the largest relative error of a row, against float32 over the exact keys."""
         joined = (o * torch.softmax(lse * 0.6931471805599453, 1)[..., None]).sum(1)
         worst = 0.0
-        for one in range(0, self.count, max(1, self.count // 4)):
-            exact = attend_f32(self.q[one], self.rows[one], rotated(self.rows[one, :, :128], self.weight))
-            worst = max(worst, ((joined[one] - exact).norm(dim=-1) / exact.norm(dim=-1)).max().item())
+        for head in range(0, self.count, max(1, self.count // 4)):
+            exact = attend_f32(self.q[head], self.rows[head], rotated(self.rows[head, :, :128], self.weight))
+            worst = max(worst, ((joined[head] - exact).norm(dim=-1) / exact.norm(dim=-1)).max().item())
         return worst
 
 

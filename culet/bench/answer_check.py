@@ -42,7 +42,7 @@ CHUNK = 4096  # tokens per forward pass of the judge
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TwinVerdict:
     """The eager float32 model's verdict on the twin's greedy tokens."""
 
     num_layers: int
@@ -67,7 +67,7 @@ class _Answer:
     token_ids: list[int]
 
 
-def check_rows(config: Config, rows: Sequence[Workload], *, num_layers: int | None = None) -> dict[Workload, Verdict]:
+def check_rows(config: Config, rows: Sequence[Workload], *, num_layers: int | None = None) -> dict[Workload, TwinVerdict]:
     """Return a verdict for each row except `start`. The measured engine must not be running, as the check needs its memory."""
     rows = [row for row in rows if row.kind != START]
     if not rows:
@@ -117,10 +117,10 @@ def _ask_twin(name: str, config: Config, rows: Sequence[Workload]) -> tuple[dict
     return answers, device
 
 
-def _judge(judge: _Judge, answers: Sequence[_Answer], num_layers: int) -> Verdict:
+def _judge(judge: _Judge, answers: Sequence[_Answer], num_layers: int) -> TwinVerdict:
     gaps = torch.cat([judge.gaps(answer.prompt, answer.token_ids) for answer in answers])
     worst = float(gaps.max()) if not bool(gaps.isnan().any()) else float("nan")
-    return Verdict(num_layers, gaps.numel(), int((gaps == 0).sum()), worst)
+    return TwinVerdict(num_layers, gaps.numel(), int((gaps == 0).sum()), worst)
 
 
 class _Judge:

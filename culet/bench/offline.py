@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from culet.bench.answer_check import Verdict, check_rows, free_memory
+from culet.bench.answer_check import TwinVerdict, check_rows, free_memory
 from culet.bench.images import measure_requests, time_tower
 from culet.bench.workloads import IMAGE, START, THROUGHPUT, TPOT, Workload, make_prompts
 from culet.child import child_environment, python_command
@@ -46,7 +46,7 @@ class Measured:
     value: float  # the best of `runs`, in the row's unit
     runs: tuple[float, ...]
     details: dict[str, Any] = field(default_factory=dict)
-    verdict: Verdict | None = None  # None if not checked
+    verdict: TwinVerdict | None = None  # None if not checked
 
 
 def run_rows(
@@ -101,7 +101,7 @@ def _params(row: Workload) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=row.output_len, ignore_eos=True, stop=(NEVER,))
 
 
-def measure(llm: LLM, row: Workload, *, best_of: int = 3, verdict: Verdict | None = None) -> Measured:
+def measure(llm: LLM, row: Workload, *, best_of: int = 3, verdict: TwinVerdict | None = None) -> Measured:
     """Time a row. The best of its runs counts."""
     runs: list[float] = []
     details: dict[str, Any] = {}

@@ -47,7 +47,7 @@ def split_blocks(text: str) -> tuple[list[str], str]:
     return blocks, "\n".join([*lines, last])
 
 
-class Answer:
+class LiveAnswer:
     """One answer while it arrives. Use it with `with`."""
 
     def __init__(self, console: Console | None) -> None:
@@ -66,7 +66,7 @@ class Answer:
     def text(self) -> str:
         return "".join(self._pieces)
 
-    def __enter__(self) -> Answer:
+    def __enter__(self) -> LiveAnswer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -170,8 +170,8 @@ class Screen:
 
             self._console = Console(highlight=False, no_color=not self._has_color)
 
-    def answer(self) -> Answer:
-        return Answer(self._console)
+    def answer(self) -> LiveAnswer:
+        return LiveAnswer(self._console)
 
     def note(self, text: str, *, color: str | None = None) -> None:
         """Show a line that is not part of the conversation."""

@@ -16,7 +16,7 @@ from culet.media.items import MediaKind
 from culet.media.limits import MediaLimits
 
 
-class Form(StrEnum):
+class MediaForm(StrEnum):
     FILE = "file"  # encoded, as clients send it
     RAW = "raw"  # pixels or samples, from the caller's own program
 
@@ -26,7 +26,7 @@ class Question(msgspec.Struct, frozen=True):
 
     kind: MediaKind
     num_bytes: int = 0
-    form: Form = Form.FILE
+    form: MediaForm = MediaForm.FILE
     budget: int = 280  # soft tokens of an image or a frame
     num_frames: int = 32  # to take from a video
     has_mel: bool = True

@@ -9,7 +9,7 @@ from typing import Any
 from culet.errors import BadRequest
 from culet.media.items import MediaKind
 from culet.media.limits import MEGABYTE, MediaLimits
-from culet.media.messages import Form
+from culet.media.messages import MediaForm
 
 _DATA = "data:"
 _STEP_CHARS = 1 << 20  # a multiple of four, which stand for three bytes
@@ -25,7 +25,7 @@ class MediaSource:
     url: str = ""  # a `data:` or https URL
     data: bytes = b""
     base64: str = ""  # the bytes of a file as base64
-    form: Form = Form.FILE
+    form: MediaForm = MediaForm.FILE
     shape: tuple[int, ...] = ()  # of raw pixels: [height, width, 3], or [frames, height, width, 3] for a video
     rate: float = 0.0  # of raw samples or frames, per second
     max_soft_tokens: int | None = None  # of an image or a frame: 70, 140, 280, and for images also 560 or 1120
@@ -46,7 +46,7 @@ class MediaSource:
         if self.base64:
             return decode_base64(self.name, self.kind, self.base64, limits)
         if not self.url:
-            if self.form == Form.FILE:
+            if self.form == MediaForm.FILE:
                 limits.check_bytes(self.name, self.kind, len(self.data))
             return self.data
         header, comma, _ = self.url[:256].partition(",")
@@ -99,7 +99,7 @@ def pixel_source(pixels: Any, *, name: str, rate: float = 0.0, **settings: Any) 
         pixels = array_to_rgb(pixels)
     shape = tuple(map(int, pixels.shape))
     kind = MediaKind.IMAGE if len(shape) == 3 else MediaKind.VIDEO
-    return MediaSource(kind, name, data=pixels.tobytes(), form=Form.RAW, shape=shape, rate=rate, **settings)
+    return MediaSource(kind, name, data=pixels.tobytes(), form=MediaForm.RAW, shape=shape, rate=rate, **settings)
 
 
 def check_pixels(pixels: Any, name: str) -> Any:
@@ -128,4 +128,4 @@ def sample_source(samples: Any, rate: float, *, name: str, **settings: Any) -> M
             f"{name}: got {dtype or type(samples).__name__} {list(shape)}, expected float [samples] and a rate in Hz"
         )
     data = samples.astype("float32").tobytes()
-    return MediaSource(MediaKind.AUDIO, name, data=data, form=Form.RAW, rate=rate, **settings)
+    return MediaSource(MediaKind.AUDIO, name, data=data, form=MediaForm.RAW, rate=rate, **settings)

@@ -45,7 +45,7 @@ class Hidden:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class ResidualStream:
     """The state after some layers, for all tokens of a step."""
 
     x_TD: Tensor
@@ -255,7 +255,7 @@ class Gemma4(Layer):
         taps: tuple[int, ...],
         num_layers: int,
         pieces: Pieces,
-    ) -> Stream:
+    ) -> ResidualStream:
         """Run the first `num_layers` layers for all tokens of a step."""
         inputs, rows = pieces.inputs(batch), batch.input_rows
         embedded = pieces.run(self.embedding.embed, inputs.token_ids_U)
@@ -276,9 +276,9 @@ class Gemma4(Layer):
             projected = [pieces.cut(part) for part in pieces.run(self._layers[num_layers].attention.project, normed, shared)]
         normed = None if normed is None else pieces.cut(normed)
         token_ids_T = pieces.cut(inputs.token_ids_U)
-        return Stream(pieces.cut(x), normed, projected, token_ids_T, pieces.cut(embedded), shared, tapped)
+        return ResidualStream(pieces.cut(x), normed, projected, token_ids_T, pieces.cut(embedded), shared, tapped)
 
-    def _tail_of(self, batch: ForwardBatch, stream: Stream) -> tuple[TailInputs, ForwardBatch]:
+    def _tail_of(self, batch: ForwardBatch, stream: ResidualStream) -> tuple[TailInputs, ForwardBatch]:
         """Return the tail of a step, and the stream at its tokens."""
         tail, index_L = batch.tail, batch.logits_index_L
         first_TX = stream.projected[0] if stream.projected else stream.normed_TD

@@ -46,7 +46,7 @@ class StepMasks:
         return TokenMasks((self.draws[begin:end] - part.start).tolist(), torch.from_numpy(self.bits_AW[begin:end]))
 
 
-class Acceptance(NamedTuple):
+class KeptDraws(NamedTuple):
     """What the draws of a group become."""
 
     token_ids: tuple[int, ...]
@@ -63,18 +63,18 @@ class StepGrammars:
     masked: dict[int, int]  # number of proposals for each group that drew with masks
     proposals: HostCopy  # [A, K], on its way to the host
 
-    def accept(self, group: int, token_ids: tuple[int, ...], num_proposed: int) -> Acceptance:
+    def accept(self, group: int, token_ids: tuple[int, ...], num_proposed: int) -> KeptDraws:
         """Advance the matcher of a group by the tokens that it drew."""
         matcher = self.matchers.get(group)
         if matcher is None:
-            return Acceptance(token_ids, num_proposed)
+            return KeptDraws(token_ids, num_proposed)
         is_masked = group in self.masked
         if is_masked and len(token_ids) > matcher.num_masks:  # draws whose masks were late do not count
             token_ids, num_proposed, self.masked[group] = token_ids[: matcher.num_masks], 0, 0
         kept = token_ids[: matcher.take(token_ids, is_masked=is_masked)]
         is_bound = matcher.is_bound
         # The host does not know what was proposed after a draw without masks, so nothing can be verified with masks.
-        return Acceptance(kept, num_proposed if is_masked or not is_bound else 0, matcher.fault, is_bound)
+        return KeptDraws(kept, num_proposed if is_masked or not is_bound else 0, matcher.fault, is_bound)
 
     def take_proposals(self) -> None:
         """Wait for the proposals and give them to the matchers that need them."""

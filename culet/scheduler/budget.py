@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from culet.config import ScheduleConfig
-from culet.scheduler.fairness import FairQueue, StepPrompts, rank, share_tokens
+from culet.scheduler.fairness import FairQueue, StepPrompts, count_older, share_tokens
 from culet.scheduler.sequence import Sequence
 
 MIN_STEP = 256  # tokens that a step may have however slow it is, because smaller chunks waste the reading of weights
@@ -158,7 +158,7 @@ def share_step(
 
 
 def share_budget(ready: Iterable[Sequence], budget: int, waiting: Sequence | None = None) -> list[Grant]:
-    """Return grants of at most `budget` tokens in total, in the order of `ready` (lowest rank first).
+    """Return grants of at most `budget` tokens in total, in the order of `ready` (each tenant's oldest first).
 
     Every decode gets its token. The scheduler never runs more sequences than the budget has tokens, so at least one token is
     left for a prefill. While a prompt wants the remaining tokens, drafts get at most half of them. Tenants whose prompts want
@@ -195,24 +195,24 @@ def share_budget(ready: Iterable[Sequence], budget: int, waiting: Sequence | Non
 
 
 def share_among_tenants(
-    running: Iterable[Sequence], budget: int, prompts: StepPrompts, waiting: Sequence | None, place: int
+    running: Iterable[Sequence], budget: int, prompts: StepPrompts, waiting: Sequence | None, num_older: int
 ) -> list[Grant]:
-    """Rank `running` and share the step by rank. Fill `prompts` with what it computes.
+    """Share the step among tenants: each one's oldest sequence first. Fill `prompts` with what it computes.
 
-    `waiting` is about to start with the rank `place`. While a tenant's lone prompt is computed, a busy tenant's other
-    sequences pause, except for its two oldest.
+    `waiting` is about to start, and its tenant runs `num_older` sequences. While a tenant's lone prompt is computed, a busy
+    tenant's other sequences pause, except for its two oldest.
     """
-    ranked = rank(running)
-    starting = [] if waiting is None else [(waiting, place)]
+    ordered = count_older(running)
+    starting = [] if waiting is None else [(waiting, num_older)]
     short_prompts = StepPrompts()
-    for seq, seq_rank in [*((seq, seq.rank) for seq in ranked if seq.num_uncomputed > 1), *starting]:
-        prompts.add(seq, seq_rank)
+    for seq, count in [*((seq, seq.num_older) for seq in ordered if seq.num_uncomputed > 1), *starting]:
+        prompts.add(seq, count)
         if seq.num_uncomputed <= budget:
-            short_prompts.add(seq, seq_rank)
+            short_prompts.add(seq, count)
     # Decoding pauses only for prompts that end with this step. A long prompt would hold it up for many.
     ready = [
         seq
-        for seq in ranked
-        if seq.is_ready and not (short_prompts if seq.num_uncomputed == 1 else prompts).leave_out(seq, seq.rank)
+        for seq in ordered
+        if seq.is_ready and not (short_prompts if seq.num_uncomputed == 1 else prompts).leave_out(seq, seq.num_older)
     ]
     return share_budget(ready, budget, waiting)

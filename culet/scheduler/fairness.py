@@ -1,9 +1,10 @@
 """Decide who runs: share the engine among tenants, the API keys that requests come from (decision 17), and let preempted
 sequences share the cache with running ones in time slices (decision 24).
 
-The waiting queue starts the sequence of the tenant that runs fewest. Running sequences are ranked: a tenant's oldest has rank
-0, its next rank 1, and so on. Lower ranks come first when tokens and pages are shared. So a tenant with a thousand requests
-competes with one request at a time. Priorities come before all of this. With a single tenant, the order is by arrival.
+The waiting queue starts the sequence of the tenant that runs fewest. When tokens and pages are shared, running sequences
+whose tenant runs fewer older ones come first: every tenant's oldest, then every tenant's second, and so on. So a tenant with a
+thousand requests competes with one request at a time. Priorities come before all of this. With a single tenant, the order is by
+arrival.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from operator import attrgetter
 from culet.scheduler.sequence import TILE, Sequence
 
 BY_ORDER = attrgetter("order")
-BY_RANK = attrgetter("request.priority", "rank", "order")  # after `rank`
+BY_OLDER = attrgetter("request.priority", "num_older", "order")  # after `count_older`
 SLICE_FACTOR = 4  # a time slice has this many times the work of computing its sequence again,
 LEAST_STEPS = 4  # which counts as at least this many steps
 # When a sequence is back, none makes way for as long as this many slices, divided by the running sequences. Among few of them,
@@ -205,7 +206,7 @@ class TimeSlices:
         if head is None:
             return
         while num_lacking() > 0:
-            last = rank(running)[-1] if queue.is_shared else max(running, key=BY_ORDER)  # would lose its pages otherwise
+            last = count_older(running)[-1] if queue.is_shared else max(running, key=BY_ORDER)  # would lose its pages otherwise
             if not last.was_preempted or not (over := self._whose_slice_is_over(last, running)):
                 break
             self._put_behind(over[-1], queue, running)
@@ -275,33 +276,33 @@ class TimeSlices:
         return SLICE_FACTOR * max(len(seq.tokens), LEAST_STEPS * self._min_step)
 
 
-def rank(running: Iterable[Sequence]) -> list[Sequence]:
-    """Set the rank of each sequence and return them by rank, the lowest priority value first."""
+def count_older(running: Iterable[Sequence]) -> list[Sequence]:
+    """Set `num_older` of each sequence and return them by it, the lowest priority value first."""
     counts: Counter[str] = Counter()
-    ranked = sorted(running, key=BY_ORDER)
-    for seq in ranked:
-        seq.rank = counts[seq.tenant]
+    by_age = sorted(running, key=BY_ORDER)
+    for seq in by_age:
+        seq.num_older = counts[seq.tenant]
         counts[seq.tenant] += 1
-    return sorted(ranked, key=BY_RANK)
+    return sorted(by_age, key=BY_OLDER)
 
 
 class StepPrompts:
     """The prompts that a step computes. A tenant's lone prompt is not slowed down by the sequences of a busy tenant."""
 
     def __init__(self) -> None:
-        self._lowest: dict[tuple[str, int], int] = {}  # tenant and priority -> lowest rank
+        self._lowest: dict[tuple[str, int], int] = {}  # tenant and priority -> lowest `num_older`
 
-    def add(self, seq: Sequence, rank: int) -> None:
+    def add(self, seq: Sequence, num_older: int) -> None:
         key = seq.tenant, seq.request.priority
-        self._lowest[key] = min(rank, self._lowest.get(key, rank))
+        self._lowest[key] = min(num_older, self._lowest.get(key, num_older))
 
-    def leave_out(self, seq: Sequence, rank: int) -> bool:
-        """Return whether `seq` waits for a later step, because a prompt of another tenant has less than half of its rank.
+    def leave_out(self, seq: Sequence, num_older: int) -> bool:
+        """Return whether `seq` waits for a later step, because another tenant's prompt has less than half as many older ones.
 
-        Ranks 0 and 1 never wait, so every tenant makes progress. Nor does a sequence with a better priority.
+        A tenant's two oldest never wait, so every tenant makes progress. Nor does a sequence with a better priority.
         """
         return any(
-            tenant != seq.tenant and priority <= seq.request.priority and rank >= 2 * (lowest + 1)
+            tenant != seq.tenant and priority <= seq.request.priority and num_older >= 2 * (lowest + 1)
             for (tenant, priority), lowest in self._lowest.items()
         )
 

@@ -22,7 +22,7 @@ from culet.scheduler.admission import check_fits, check_queue, lacking_pages, pa
 from culet.scheduler.budget import Grant, ShortFirst, make_step_budget, share_step, short_prompts
 from culet.scheduler.deadlines import Deadlines
 from culet.scheduler.draft_length import DraftLengths
-from culet.scheduler.fairness import BY_ORDER, BY_RANK, FairQueue, StepPrompts, TimeSlices
+from culet.scheduler.fairness import BY_OLDER, BY_ORDER, FairQueue, StepPrompts, TimeSlices
 from culet.scheduler.media.encoding import count_media, plan_encoding
 from culet.scheduler.media.features import NOTHING, FeatureLedger
 from culet.scheduler.page_allocator import PageAllocator
@@ -271,7 +271,7 @@ class Scheduler:
         seq.release_behind(self.page_allocator)
         num_spared = len(self._running) * len(self.layout.groups)  # a page in each group for every sequence
         while (shape := largest_row(grant, self.page_allocator.available, num_spared)) is None:
-            if not may_preempt or (last := max(self._running, key=BY_RANK if self._waiting.is_shared else BY_ORDER)) is seq:
+            if not may_preempt or (last := max(self._running, key=BY_OLDER if self._waiting.is_shared else BY_ORDER)) is seq:
                 return []
             self._preempt(last)
         return [commit_row(seq, shape, self.page_allocator, self._num_wanted(seq) if shape.draws else 0)]
@@ -328,15 +328,15 @@ class Scheduler:
         for seq in short_prompts(self._waiting) if first else self._waiting.heads():
             if not budget or len(self._running) >= self._max_running - first:
                 break
-            place = self._waiting.num_running(seq.tenant)
+            num_older = self._waiting.num_running(seq.tenant)
             # A sequence that just made way starts again when its last result is known.
-            if seq.rows_in_flight or prompts.leave_out(seq, place):
+            if seq.rows_in_flight or prompts.leave_out(seq, num_older):
                 break
             if not (rows := self._admit(seq, budget, reserved, first=first)):
                 if first:
                     continue
                 break
-            prompts.add(seq, place)
+            prompts.add(seq, num_older)
             budget -= rows[0].row.num_new
             reserved += reserved_pages(seq, self.budget) if seq.num_uncomputed > 1 else 0
             entries.append(seq.entry())

@@ -74,7 +74,7 @@ class Sequence:
         self.features = features if request.media else None
         self.media_end = request.media[-1].end if request.media else 0
         self.tenant = request.tenant
-        self.rank = 0  # how many older sequences its tenant runs (see `fairness.rank`)
+        self.num_older = 0  # how many older sequences its tenant runs (see `count_older`)
         self.groups = tuple(GroupPages(group) for group in layout.groups)
         self.slot: int | None = None
         self.num_computed = 0

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import Future
 
 from culet.errors import QueueFull
-from culet.structured.check import Check, Form, GrammarCheck, Verdict, key_of
+from culet.structured.check import Check, GrammarCheck, GrammarForm, Verdict, key_of
 from culet.types import GrammarSpec
 
 GRACE_S = 0.5  # A check that nobody waits for any more may run this long. Killing its process at once would cost more.
@@ -33,7 +33,7 @@ class GrammarAdmission:
         self._waiting: dict[str, _Waiting] = {}  # by the key of the form
         self.num_waiting = 0  # requests
 
-    async def admit(self, form: Form) -> GrammarSpec:
+    async def admit(self, form: GrammarForm) -> GrammarSpec:
         """Return the grammar of a form. Raise if it cannot be used, or if too many requests wait."""
         key = key_of(form)
         if (known := self._check.find(form, key)) is not None:
@@ -55,13 +55,13 @@ class GrammarAdmission:
         """End the processes."""
         self._check.close()
 
-    def _begin(self, form: Form, key: str) -> _Waiting:
+    def _begin(self, form: GrammarForm, key: str) -> _Waiting:
         loop = asyncio.get_running_loop()
         check = self._check.begin(form, key)
         waiting = self._waiting[key] = _Waiting(check)
         timer = loop.call_later(self._check.time_limit_s, self._expire, key, waiting)
 
-        def settle() -> None:
+        def deliver() -> None:
             timer.cancel()
             if self._waiting.get(key) is waiting:
                 del self._waiting[key]
@@ -77,7 +77,7 @@ class GrammarAdmission:
 
         def on_done(_: Future[Verdict]) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(settle)
+                loop.call_soon_threadsafe(deliver)
 
         check.future.add_done_callback(on_done)
         return waiting

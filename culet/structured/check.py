@@ -41,7 +41,7 @@ _ALONE_SHARE = 0.2  # of the time for all tools one by one, and for those togeth
 _ONE_SHARE = 0.1  # for one tool
 _WHY_LATE = "the grammar was not checked in time, because other grammars were being compiled"
 
-Form = GrammarSpec | ToolForm
+GrammarForm = GrammarSpec | ToolForm
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Verdict:
     is_late: bool = False
     free_tools: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def spec(self, form: Form) -> GrammarSpec:
+    def spec(self, form: GrammarForm) -> GrammarSpec:
         """Return the grammar of the form. Raise if it is refused. The error names the field of the request."""
         if self.error:
             raise BadRequest(f"{self.field or form.field}: {self.error}", hint=self.hint)
@@ -71,7 +71,7 @@ class Verdict:
 class Check:
     """A form that is being checked. Its time runs from its arrival."""
 
-    def __init__(self, form: Form, key: str, deadline: float) -> None:
+    def __init__(self, form: GrammarForm, key: str, deadline: float) -> None:
         self.form, self.key, self.deadline = form, key, deadline
         self.future: Future[Verdict]
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class Check:
                 self._process.kill()
         self.future.cancel()
 
-    def ask(self, process: LineProcess, form: Form, limit_s: float, max_wait_s: float) -> dict[str, Any]:
+    def ask(self, process: LineProcess, form: GrammarForm, limit_s: float, max_wait_s: float) -> dict[str, Any]:
         """Have the process check a form, which is this one or a part of it. Raise like LineProcess.ask."""
         with self._lock:
             if self._is_stopped:
@@ -126,7 +126,7 @@ class GrammarCheck:
         names = [tokenizer.piece(token_id).decode() for token_id in sorted(tokenizer.special_ids)]
         return cls(names, time_limit_s=time_limit_s, patience=patience)
 
-    def find(self, form: Form, key: str) -> GrammarSpec | None:
+    def find(self, form: GrammarForm, key: str) -> GrammarSpec | None:
         """Return the grammar of a form that is known to be good, or None if it is not known. Raise if it is known to be bad.
 
         Never waits.
@@ -138,7 +138,7 @@ class GrammarCheck:
             self._verdicts.move_to_end(key)
         return verdict.spec(form)
 
-    def check(self, form: Form) -> GrammarSpec:
+    def check(self, form: GrammarForm) -> GrammarSpec:
         """Return the grammar of a form. Raise BadRequest if it is not valid, or if it takes too much time or memory.
 
         Blocks until this is known.
@@ -146,7 +146,7 @@ class GrammarCheck:
         key = key_of(form)
         return self.find(form, key) or self.begin(form, key).future.result().spec(form)
 
-    def begin(self, form: Form, key: str) -> Check:
+    def begin(self, form: GrammarForm, key: str) -> Check:
         """Start to check a form. Its time limit includes the time it waits for a free process."""
         check = Check(form, key, time.monotonic() + self._patience * self.time_limit_s)
         check.future = self._threads.submit(self._run, check)
@@ -208,7 +208,7 @@ class GrammarCheck:
             verdict = self._ask(check, msgspec.structs.replace(form, free=tuple(free)), _ALONE_SHARE * limit_s)
         return dataclasses.replace(verdict, free_tools={**verdict.free_tools, **free})
 
-    def _ask(self, check: Check, form: Form, limit_s: float) -> Verdict:
+    def _ask(self, check: Check, form: GrammarForm, limit_s: float) -> Verdict:
         """Return a process's verdict on a form. It is late if the form took more time than it had."""
         for _ in range(_ATTEMPTS):
             process = self._take_process()  # starting one takes no time from the grammar
@@ -258,10 +258,10 @@ def _hold_strict(form: ToolForm, verdict: Verdict) -> Verdict:
     return verdict
 
 
-def _line(form: Form) -> str:
+def _line(form: GrammarForm) -> str:
     return json.dumps(asdict(form)) if isinstance(form, GrammarSpec) else msgspec.json.encode(form).decode()
 
 
-def key_of(form: Form) -> str:
+def key_of(form: GrammarForm) -> str:
     """Return a short key, equal for forms that have the same grammar."""
     return form.key if isinstance(form, GrammarSpec) else hashlib.sha256(msgspec.json.encode(form)).hexdigest()

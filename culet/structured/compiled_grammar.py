@@ -53,14 +53,14 @@ def index_vocabulary(pieces: Sequence[bytes], special_ids: Sequence[int], end_id
     """Return llguidance's index of a vocabulary. `pieces[i]` is the bytes of token i, or its name if it is special."""
     id_of_byte = {piece: token_id for token_id, piece in enumerate(pieces) if len(piece) == 1}
 
-    class Vocabulary:
+    class PieceTokenizer:
         eos_token_id, bos_token_id, tokens, special_token_ids = end_ids[0], None, pieces, list(special_ids)
 
         def __call__(self, text: bytes) -> list[int]:
             # llguidance tokenizes text that a grammar forces. Any tokens will do, because grammars force none (`_ANY_TOKENS`).
             return [id_of_byte.get(text[index : index + 1], 0) for index in range(len(text))]
 
-    wrapped = llguidance.TokenizerWrapper(Vocabulary())
+    wrapped = llguidance.TokenizerWrapper(PieceTokenizer())
     return LLTokenizer(wrapped, n_vocab=len(pieces), eos_token=list(end_ids))
 
 

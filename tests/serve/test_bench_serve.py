@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 import pytest
 from click.testing import CliRunner
 
-from culet.bench.serve.client import Answer, Load, Prompt
+from culet.bench.serve.client import Load, Prompt, TimedAnswer
 from culet.bench.serve.figures import percentile, summarise
 from culet.bench.serve.load import Chats, Outcome, arrivals, make_prompts
 from culet.cli.bench.serve import bench_serve
@@ -174,7 +174,7 @@ def test_options_without_effect_are_refused(arguments: list[str], problem: str, 
 class FailingClient:
     """Draws two tokens for a chat, and then the server fails."""
 
-    async def ask(self, prompt: Prompt, model: str, answer: Answer) -> Answer:
+    async def ask(self, prompt: Prompt, model: str, answer: TimedAnswer) -> TimedAnswer:
         answer.token_times += [0.0, 1.0]
         await asyncio.sleep(0.02)
         answer.error = "HTTP 500: broken"

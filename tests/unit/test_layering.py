@@ -97,7 +97,7 @@ TORCH_FREE = (
     *("culet.drafters.base", "culet.drafters.mtp.plan", "culet.drafters.dflash.plan"),
     *("culet.attention.plan", "culet.attention.picture"),
     *("culet.cache.spec", "culet.cache.arena", "culet.cache.changes", "culet.cache.mirror", "culet.cache.prefix"),
-    *("culet.structured.forms", "culet.structured.tool_grammar", "culet.structured.check", "culet.engine.requests"),
+    *("culet.structured.request_fields", "culet.structured.tool_grammar", "culet.structured.check", "culet.engine.requests"),
 )
 
 
@@ -203,7 +203,7 @@ def test_imports_point_one_way():
         ("culet.cli.main", "from culet.engine.llm import LLM", True),
         ("culet.errors", "from culet.models.spec import ModelSpec", False),
         ("culet.sampling.sampler", "from culet.models.spec import ModelSpec", False),
-        ("culet.text.output", "from culet.structured.forms import ResponseFormat", False),
+        ("culet.text.output", "from culet.structured.request_fields import ResponseFormat", False),
         ("culet.serve.app", "from culet.testing.tiny import write_checkpoint", False),
     ],
 )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from culet.bench.serve.client import WORDS, Answer, Client, Load, Prompt
+from culet.bench.serve.client import WORDS, Client, Load, Prompt, TimedAnswer
 from culet.errors import ConfigError
 
 MESSAGE_WORDS = 400  # of each message in the history
@@ -41,8 +41,8 @@ class Turn:
 
     history_len: int
     number: int  # from 1
-    cached: Sequence[Answer]
-    uncached: Sequence[Answer]
+    cached: Sequence[TimedAnswer]
+    uncached: Sequence[TimedAnswer]
 
     def figures(self) -> dict[str, Any]:
         num_prompt = sum(answer.input_len for answer in self.cached)
@@ -92,7 +92,7 @@ class Session:
         self.messages.append({"role": "assistant", "content": text, "tool_calls": [call]})
         self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": self._say(num_words)})
 
-    def take(self, answer: Answer) -> None:
+    def take(self, answer: TimedAnswer) -> None:
         """Go on with the model's answer. The next prompt has a tool result after it."""
         self._call(answer.text, self._agent.result_len)
 
@@ -169,8 +169,8 @@ class _AgentRun:
     def _prompt(self, messages: Sequence[dict[str, Any]]) -> Prompt:
         return Prompt(list(messages), 0, self._agent.output_len, {"tools": self._tools})
 
-    async def _ask_all(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        async def ask(prompt: Prompt) -> Answer:
+    async def _ask_all(self, prompts: Sequence[Prompt]) -> list[TimedAnswer]:
+        async def ask(prompt: Prompt) -> TimedAnswer:
             answer = await self._ask(prompt)
             self._num_done += 1
             self._report(self._num_done)
@@ -178,7 +178,7 @@ class _AgentRun:
 
         return list(await asyncio.gather(*map(ask, prompts)))
 
-    async def _ask(self, prompt: Prompt) -> Answer:
+    async def _ask(self, prompt: Prompt) -> TimedAnswer:
         async with self._limit:
             answer = await self._client.ask(prompt, self._model)
         if answer.error:

@@ -60,7 +60,7 @@ class Load:
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     """A request as its client saw it."""
 
     input_len: int
@@ -142,10 +142,10 @@ class Client:
                     counters[key] = counters.get(key, 0.0) + float(line.rsplit(" ", 1)[1])
         return counters
 
-    async def ask(self, prompt: Prompt, model: str, answer: Answer | None = None) -> Answer:
+    async def ask(self, prompt: Prompt, model: str, answer: TimedAnswer | None = None) -> TimedAnswer:
         """Send a request and time its events, in `answer` if it is given, which then shows how far the request is."""
         load = self.load
-        answer = Answer(prompt.input_len) if answer is None else answer
+        answer = TimedAnswer(prompt.input_len) if answer is None else answer
         body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
         body["max_tokens"] = prompt.output_len
         if load.temperature is not None:
@@ -181,7 +181,7 @@ class Client:
 class _Reader:
     """Reads the events of a stream into an answer."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: TimedAnswer) -> None:
         self._answer = answer
         self._usage: dict[str, Any] = {}
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median, pstdev
 from typing import Any
 
-from culet.bench.serve.client import Answer
+from culet.bench.serve.client import TimedAnswer
 from culet.bench.serve.load import Outcome
 
 
@@ -88,7 +88,7 @@ def summarise(outcome: Outcome, percentiles: Sequence[float] = (99.0,)) -> dict[
     return figures
 
 
-def _peaks(good: Sequence[Answer]) -> tuple[float, int]:
+def _peaks(good: Sequence[TimedAnswer]) -> tuple[float, int]:
     """Return (most events in a second, most requests in flight)."""
     if not good:
         return 0.0, 0

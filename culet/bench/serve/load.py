@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from culet.bench.serve.client import WORDS, Answer, Client, Load, Prompt
+from culet.bench.serve.client import WORDS, Client, Load, Prompt, TimedAnswer
 from culet.errors import ConfigError
 
 
@@ -56,14 +56,14 @@ class Outcome:
 
     load: Load
     model: str
-    answers: Sequence[Answer]
+    answers: Sequence[TimedAnswer]
     duration_s: float
     counters: Mapping[str, float]  # prefix reuse and drafting in this run; empty if the server has no such counters
     chat_gaps_s: Sequence[float] = ()  # times between tokens of the chats that ran beside the prompts
     chat_errors: Sequence[str] = ()  # of the chats that ended before the prompts did
 
     @property
-    def good(self) -> list[Answer]:
+    def good(self) -> list[TimedAnswer]:
         return [answer for answer in self.answers if answer.is_good]
 
 
@@ -72,7 +72,7 @@ class Chats:
 
     def __init__(self, client: Client, model: str, load: Load) -> None:
         self._client, self._model, self._load = client, model, load
-        self._answers: list[Answer] = []
+        self._answers: list[TimedAnswer] = []
         self._tasks: list[asyncio.Task[None]] = []
         self.errors: list[str] = []  # one for each chat that failed
 
@@ -90,7 +90,7 @@ class Chats:
             prompt = Prompt(
                 " ".join(random_.choices(WORDS, k=self._load.chat_len)), self._load.chat_len, self._load.chat_output_len
             )
-            answer = Answer(prompt.input_len)
+            answer = TimedAnswer(prompt.input_len)
             self._answers.append(answer)
             await self._client.ask(prompt, self._model, answer)
             if answer.error:
@@ -127,7 +127,7 @@ async def run(load: Load, report: Callable[[int], None] = lambda done: None) -> 
         num_done = 0
         began = time.perf_counter()
 
-        async def ask_at(prompt: Prompt, at: float) -> Answer:
+        async def ask_at(prompt: Prompt, at: float) -> TimedAnswer:
             nonlocal num_done
             await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
             async with limit:

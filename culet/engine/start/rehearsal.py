@@ -335,7 +335,7 @@ class _BlankEncoder:
 
     def encode(self, items: Sequence[MediaItem]) -> list[Tensor]:
         model = self._model
-        return [torch.zeros(one.num_tokens, model.spec.hidden_size, dtype=model.dtype, device=model.device) for one in items]
+        return [torch.zeros(item.num_tokens, model.spec.hidden_size, dtype=model.dtype, device=model.device) for item in items]
 
 
 def has_finite_logits(model: Gemma4, layout: CacheLayout, backends: Sequence[AttentionBackend], sampling: Sampling) -> bool:

@@ -20,7 +20,7 @@ from culet.kernels.types import HeadShape, Rope
 PLE_SCALE = 2.0**-0.5
 
 
-class Stores(NamedTuple):
+class StoreRows(NamedTuple):
     """Token `token_S` is stored in row `offset_S` of page `page_S`. `token_S` is None if all tokens are stored."""
 
     token_S: Tensor | None
@@ -113,7 +113,7 @@ def _rotate_last(x_TMH: Tensor, rope: Rope) -> Tensor:
     return x_TMH
 
 
-def stores(kv_address_T: Tensor, page_tokens: int) -> Stores | None:
+def stores(kv_address_T: Tensor, page_tokens: int) -> StoreRows | None:
     """Convert KV addresses to the form that `prepare_qkv` takes. Return None if no token is stored.
 
     An address is page * page_tokens + offset, or -1 if the token is not stored.
@@ -124,7 +124,7 @@ def stores(kv_address_T: Tensor, page_tokens: int) -> Stores | None:
         kv_address_T = kv_address_T[token_S]
     if kv_address_T.numel() == 0:
         return None
-    return Stores(token_S, kv_address_T // page_tokens, kv_address_T % page_tokens)
+    return StoreRows(token_S, kv_address_T // page_tokens, kv_address_T % page_tokens)
 
 
 def prepare_q(q_TX: Tensor, weight_NH: Tensor, rope: Rope, heads: HeadShape, dtype: torch.dtype | None = None) -> Tensor:
@@ -139,7 +139,7 @@ def prepare_qkv(
     weight_MH: Tensor,
     rope: Rope,
     planes: Tensor,
-    where: Stores | None,
+    where: StoreRows | None,
     heads: HeadShape,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,7 +176,7 @@ def prepare_qkv(
     return _as(q, dtype), k, v
 
 
-def store(planes: Tensor, new_TPGW: Tensor, where: Stores | None) -> None:
+def store(planes: Tensor, new_TPGW: Tensor, where: StoreRows | None) -> None:
     """Write rows [T, plane, G, width] to their pages. `planes` is [plane, page, G, token, width]."""
     if where is not None:
         if where.token_S is not None:

@@ -43,7 +43,7 @@ def decode_audio(data: bytes, max_seconds: float) -> Array:
     except (ImportError, OSError):
         raise Refusal("audio cannot be decoded here, because soundfile is not installed", INSTALL) from None
 
-    class Stream(soundfile.SoundFile):  # type: ignore[misc, unused-ignore]
+    class UnseekableFile(soundfile.SoundFile):  # type: ignore[misc, unused-ignore]
         """A file that is read from its beginning to its end."""
 
         def seekable(self) -> bool:
@@ -51,7 +51,7 @@ def decode_audio(data: bytes, max_seconds: float) -> Array:
             return False
 
     try:
-        with Stream(io.BytesIO(with_unknown_length(data) if form == "MP3" else data)) as file:
+        with UnseekableFile(io.BytesIO(with_unknown_length(data) if form == "MP3" else data)) as file:
             if file.format not in ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "MPEG"):
                 raise Refusal(f"this is not audio that can be read, expected {', '.join(FORMATS)}")
             num_frames = file.frames if file.frames < _UNKNOWN_LEN else 0

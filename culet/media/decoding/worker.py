@@ -21,7 +21,7 @@ from culet.media.decoding import audio, images, video
 from culet.media.decoding.refusal import Refusal
 from culet.media.items import MediaKind
 from culet.media.limits import MediaLimits
-from culet.media.messages import Answer, Form, ItemFacts, Question, pack, read_limits, read_question
+from culet.media.messages import Answer, ItemFacts, MediaForm, Question, pack, read_limits, read_question
 from culet.media.spec import num_image_tokens, num_mel_tokens, sampled_indices
 
 Array = np.ndarray[Any, Any]
@@ -36,7 +36,7 @@ def decode(question: Question, data: bytes, limits: MediaLimits) -> tuple[Answer
     elif question.kind == MediaKind.VIDEO:
         arrays, times = _decode_video(question, data, limits)
     else:
-        pixels = _raw_pixels(question, data) if question.form == Form.RAW else images.decode_image(data, limits.max_pixels)
+        pixels = _raw_pixels(question, data) if question.form == MediaForm.RAW else images.decode_image(data, limits.max_pixels)
         arrays = [images.resize(pixels, question.budget)]
     parts = [array.tobytes() for array in arrays]
     facts = [_facts(question, array, part) for array, part in zip(arrays, parts, strict=True)]
@@ -44,7 +44,7 @@ def decode(question: Question, data: bytes, limits: MediaLimits) -> tuple[Answer
 
 
 def _decode_audio(question: Question, data: bytes, limits: MediaLimits) -> Sequence[Array]:
-    if question.form == Form.RAW:
+    if question.form == MediaForm.RAW:
         samples = audio.check_samples(np.frombuffer(data, dtype=np.float32))
         samples = audio.to_rate(samples, int(question.rate))
     else:
@@ -57,7 +57,7 @@ def _decode_video(question: Question, data: bytes, limits: MediaLimits) -> tuple
     def prepare(pixels: Array) -> Array:
         return images.resize(pixels, question.budget)
 
-    if question.form == Form.RAW:
+    if question.form == MediaForm.RAW:
         frames = _raw_pixels(question, data)
         rate = question.rate or video.DEFAULT_RATE
         indices = sampled_indices(len(frames), question.num_frames)

@@ -47,7 +47,7 @@ from culet.serve.generation import Generation, Origin
 from culet.serve.http_errors import error_body, reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
-from culet.structured.forms import SchemaText, schema_form
+from culet.structured.request_fields import SchemaText, schema_form
 from culet.text.output import OutputDelta
 from culet.text.output_pieces import Output, OutputPiece, ReasoningPiece, TextPiece, call_part
 from culet.types import GrammarSpec
@@ -117,7 +117,7 @@ class ContextManagement(Struct):
     edits: Annotated[list[ContextEdit], Meta(max_length=64)] = []
 
 
-class Conversation(SamplingFields, kw_only=True):
+class CountTokensRequest(SamplingFields, kw_only=True):
     """The body of POST /v1/messages/count_tokens, and the base of MessagesRequest.
 
     Clients may count the tokens of a whole POST /v1/messages body. Its sampling fields are allowed and do not change the count.
@@ -131,7 +131,7 @@ class Conversation(SamplingFields, kw_only=True):
     chat_template_kwargs: TemplateOptions | None = None
 
 
-class MessagesRequest(Conversation, kw_only=True):
+class MessagesRequest(CountTokensRequest, kw_only=True):
     """The body of POST /v1/messages."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)]  # lowered to what the context has room for
@@ -198,7 +198,7 @@ async def messages(service: Service, request: Request) -> Response:
 
 async def count_tokens(service: Service, request: Request) -> Response:
     """Count the tokens of a conversation as the model would see it."""
-    body = await read_body(service, request, Conversation)
+    body = await read_body(service, request, CountTokensRequest)
     service.check_model(body.model)
     choice = body.tool_choice
     for index, tool in enumerate(body.tools or ()):
@@ -272,16 +272,16 @@ def _form(body: MessagesRequest, config: OutputConfig) -> GrammarSpec | None:
 # From Anthropic's messages to chat messages
 
 
-def _thinking(body: Conversation) -> bool | None:
+def _thinking(body: CountTokensRequest) -> bool | None:
     asked = _template_options(body).enable_thinking
     return asked if body.thinking is None or asked is not None else body.thinking.type != "disabled"
 
 
-def _template_options(body: Conversation) -> TemplateOptions:
+def _template_options(body: CountTokensRequest) -> TemplateOptions:
     return body.chat_template_kwargs or TemplateOptions()
 
 
-def _tools(body: Conversation) -> list[dict[str, Any]]:
+def _tools(body: CountTokensRequest) -> list[dict[str, Any]]:
     return [
         {
             "type": "function",
@@ -296,7 +296,7 @@ def _tools(body: Conversation) -> list[dict[str, Any]]:
     ]
 
 
-def _openai_messages(body: Conversation) -> list[dict[str, Any]]:
+def _openai_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": text_of(body.system)})
@@ -459,5 +459,5 @@ def _error_event(error: CuletError) -> bytes:
 
 ENDPOINTS = (
     Endpoint("POST", ENDPOINT, messages, body=MessagesRequest, answer=AnthropicAnswer),
-    Endpoint("POST", f"{ENDPOINT}/count_tokens", count_tokens, body=Conversation, answer=TokenCount),
+    Endpoint("POST", f"{ENDPOINT}/count_tokens", count_tokens, body=CountTokensRequest, answer=TokenCount),
 )

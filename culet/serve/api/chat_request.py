@@ -18,7 +18,7 @@ from culet.media.prompt import ExpandedPrompt
 from culet.serve.answers.turns import json_size
 from culet.serve.generation import Generation, Origin
 from culet.serve.service import Service
-from culet.structured.check import Form
+from culet.structured.check import GrammarForm
 from culet.structured.tool_grammar import ToolForm, allows_calls, tool_form
 from culet.text.output import chat_output
 from culet.types import MAX_GRAMMAR_CHARS, GrammarSpec, SamplingParams
@@ -158,7 +158,9 @@ def _continue_document(document: GrammarSpec, continued: str) -> GrammarSpec:
     return replace(document, prefix=continued.lstrip())  # templates trim the beginning
 
 
-def _form(document: GrammarSpec | None, tools: Sequence[Mapping[str, Any]], tool_choice: str, single_call: bool) -> Form | None:
+def _form(
+    document: GrammarSpec | None, tools: Sequence[Mapping[str, Any]], tool_choice: str, single_call: bool
+) -> GrammarForm | None:
     """Return the form of the answer, which is tool calls if they are required. Otherwise it is `document`, or calls if allowed.
 
     Tools are not expanded to a grammar here, because that takes long.

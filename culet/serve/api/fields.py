@@ -16,7 +16,7 @@ from culet.errors import BadRequest, UnsupportedError
 from culet.media.parts import MediaOptions
 from culet.serve.api.refused import UnsupportedFields, refuse_unsupported
 from culet.serve.service import Service
-from culet.structured.forms import ResponseFormat, StructuredFields, form_of
+from culet.structured.request_fields import ResponseFormat, StructuredFields, form_of
 from culet.thinking import read_thinking_budgets
 from culet.types import MAX_SEED, GrammarSpec, SamplingParams
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from culet.errors import UnsupportedError
-from culet.structured.forms import FormAliases
+from culet.structured.request_fields import FormAliases
 
 if TYPE_CHECKING:
     Refused: TypeAlias = Any  # so that a request type may declare the field again

@@ -184,10 +184,10 @@ class Reducer:
 
     def _product(self, left: Sequence[Case], right: Sequence[Case]) -> list[Case]:
         cases: dict[tuple[Any, ...], Case] = {}
-        for one in left:
+        for case in left:
             for other in right:
-                self._budget.spend(1 + len(one.values or ()) + len(other.values or ()))
-                joined = join(one, other)
+                self._budget.spend(1 + len(case.values or ()) + len(other.values or ()))
+                joined = join(case, other)
                 if joined is not None:
                     cases.setdefault(joined.key, joined)
                 if len(cases) > _MAX_CASES:
@@ -250,31 +250,31 @@ class Budget:
             raise BadRequest("the schemas are too complex: their alternatives have too many combinations")
 
 
-def join(one: Case, other: Case) -> Case | None:
+def join(case: Case, other: Case) -> Case | None:
     """Return the case of values that fit both cases, or None if there are none."""
-    types = one.types & other.types
-    values = one.values if other.values is None else other.values
-    if one.values is not None and other.values is not None:
-        values = tuple(value for value in one.values if value_key(value) in other.value_keys)
+    types = case.types & other.types
+    values = case.values if other.values is None else other.values
+    if case.values is not None and other.values is not None:
+        values = tuple(value for value in case.values if value_key(value) in other.value_keys)
     if not types or (values is not None and not values):
         return None
-    both = [multiple for multiple in (one.multiple, other.multiple) if multiple is not None]
+    both = [multiple for multiple in (case.multiple, other.multiple) if multiple is not None]
     return Case(
         types=types,
         values=values,
-        min_length=max(one.min_length, other.min_length),
-        max_length=_least(one.max_length, other.max_length),
-        patterns=one.patterns | other.patterns,
-        low=tightest_low(one.low, other.low),
-        high=tightest_high(one.high, other.high),
+        min_length=max(case.min_length, other.min_length),
+        max_length=_least(case.max_length, other.max_length),
+        patterns=case.patterns | other.patterns,
+        low=tightest_low(case.low, other.low),
+        high=tightest_high(case.high, other.high),
         multiple=least_common_multiple(*both) if len(both) == 2 else next(iter(both), None),
-        arrays=_without_repeats((*one.arrays, *other.arrays)),
-        min_items=max(one.min_items, other.min_items),
-        max_items=_least(one.max_items, other.max_items),
-        objects=_without_repeats((*one.objects, *other.objects)),
-        required=one.required | other.required,
-        min_properties=max(one.min_properties, other.min_properties),
-        max_properties=_least(one.max_properties, other.max_properties),
+        arrays=_without_repeats((*case.arrays, *other.arrays)),
+        min_items=max(case.min_items, other.min_items),
+        max_items=_least(case.max_items, other.max_items),
+        objects=_without_repeats((*case.objects, *other.objects)),
+        required=case.required | other.required,
+        min_properties=max(case.min_properties, other.min_properties),
+        max_properties=_least(case.max_properties, other.max_properties),
     )
 
 
@@ -355,8 +355,8 @@ def count_of(schema: Mapping[str, Any], key: str) -> int | None:
     return int(value) if value is not None and value.denominator == 1 and 0 <= value <= MAX_COUNT else None
 
 
-def _least(one: int | None, other: int | None) -> int | None:
-    return min((bound for bound in (one, other) if bound is not None), default=None)
+def _least(first: int | None, other: int | None) -> int | None:
+    return min((bound for bound in (first, other) if bound is not None), default=None)
 
 
 def listed_in(schema: Mapping[str, Any], key: str) -> list[Any]:

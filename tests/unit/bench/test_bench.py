@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from culet.bench import report
-from culet.bench.answer_check import Verdict
+from culet.bench.answer_check import TwinVerdict
 from culet.bench.attention_cases import SHAPES, AttentionShape
 from culet.bench.floor import Floor
 from culet.bench.kernels import CaseTensors, make_kernel_case, parse_case, time_case, work
@@ -331,7 +331,7 @@ def make_setting(variant: str, *, device: str = "NVIDIA H200", latent: bool = Tr
 
 
 def make_lines(setting: report.Setting, value: float = 20.0, *, right: bool = True) -> list[report.Line]:
-    verdict = Verdict(12, 64, 64 if right else 3, 0.0 if right else 4.2)
+    verdict = TwinVerdict(12, 64, 64 if right else 3, 0.0 if right else 4.2)
     details: dict[str, Any] = {"seconds": 1.0, "preemptions": 0, "all_at_once": True}
     rows = [STANDARD["tpot"][0], STANDARD["ttft"][1], STANDARD["chat"][0]]
     return [report.line_of(Measured(row, value, (value,), details, verdict), setting) for row in rows]
@@ -376,16 +376,16 @@ def test_document_is_plain_json() -> None:
     assert document["variant"] == "31B"
     assert document["rows"][0]["row"] == "tpot:1x1000+256"
     assert document["rows"][0]["check"]["is_right"] is True
-    broken = Verdict(12, 16, 0, float("nan"))
+    broken = TwinVerdict(12, 16, 0, float("nan"))
     assert not broken.is_right
     json.dumps(broken.document(), allow_nan=False)
 
 
 def test_verdicts() -> None:
-    assert Verdict(6, 16, 16, 0.0).is_right
-    assert Verdict(6, 16, 12, 0.1).is_right
-    assert not Verdict(6, 16, 15, 0.5).is_right, "one token out of reach"
-    assert not Verdict(6, 16, 5, 0.1).is_right, "too many near misses"
+    assert TwinVerdict(6, 16, 16, 0.0).is_right
+    assert TwinVerdict(6, 16, 12, 0.1).is_right
+    assert not TwinVerdict(6, 16, 15, 0.5).is_right, "one token out of reach"
+    assert not TwinVerdict(6, 16, 5, 0.1).is_right, "too many near misses"
 
 
 def render(table: Any) -> str:

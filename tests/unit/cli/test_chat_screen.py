@@ -10,7 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from culet.cli.chat_screen import Answer, split_blocks
+from culet.cli.chat_screen import LiveAnswer, split_blocks
 
 TEXT = """# Title
 
@@ -52,7 +52,7 @@ def test_a_longer_fence_holds_a_shorter_one() -> None:
 def rendered(*pieces: str) -> str:
     """Return what a terminal without colours shows of an answer."""
     file = io.StringIO()
-    with Answer(Console(file=file, width=60, force_terminal=False)) as answer:
+    with LiveAnswer(Console(file=file, width=60, force_terminal=False)) as answer:
         for piece in pieces:
             answer.add(piece, "", 1)
     assert answer.text == "".join(pieces)
@@ -74,7 +74,7 @@ def test_control_characters_are_not_shown() -> None:
 
 
 def test_plain_answers_are_written_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with Answer(None) as answer:
+    with LiveAnswer(None) as answer:
         answer.add("", "a thought", 2)
         answer.add("**not", "", 1)
         answer.add(" rendered**", "", 3)
@@ -86,7 +86,7 @@ def test_plain_answers_are_written_as_they_are(capsys: pytest.CaptureFixture[str
 
 
 def test_speed_of_one_token() -> None:
-    with Answer(None) as answer:
+    with LiveAnswer(None) as answer:
         answer.add("x", "", 1)
     assert "tokens/s" not in answer.speed()
 

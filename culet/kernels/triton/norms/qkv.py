@@ -26,7 +26,7 @@ from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2, run_prepa
 from culet.kernels.types import HeadShape, Rope
 
 
-class Stores(NamedTuple):
+class StoreAddresses(NamedTuple):
     """The address of each token's new KV, page * page_tokens + offset, or -1 if it is not stored."""
 
     kv_address_T: Tensor
@@ -355,12 +355,12 @@ def rope(positions_T: Tensor, inv_freq: Tensor) -> Rope:
     return out
 
 
-def stores(kv_address_T: Tensor, page_tokens: int) -> Stores:
+def stores(kv_address_T: Tensor, page_tokens: int) -> StoreAddresses:
     """Convert KV addresses to the form that `prepare_qkv` takes. They stay unchanged, so the host does not wait.
 
     An address is page * page_tokens + offset, or -1 if the token is not stored.
     """
-    return Stores(kv_address_T)
+    return StoreAddresses(kv_address_T)
 
 
 def prepare_q(q_TX: Tensor, weight_NH: Tensor, rope: Rope, heads: HeadShape, dtype: torch.dtype | None = None) -> Tensor:
@@ -376,7 +376,7 @@ def prepare_qkv(
     weight_MH: Tensor,
     rope: Rope,
     planes: Tensor,
-    where: Stores | None,
+    where: StoreAddresses | None,
     heads: HeadShape,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:

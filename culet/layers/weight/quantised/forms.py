@@ -32,7 +32,7 @@ def num_blocks(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Form:
+class WeightForm:
     """A quantised form."""
 
     def allocate(self, shape: tuple[int, ...], site: Site) -> QuantisedWeight:
@@ -43,7 +43,7 @@ class Form:
         """Return some rows as views."""
         return part_of(held, rows)
 
-    def with_column_order(self, order: Tensor) -> Form | None:
+    def with_column_order(self, order: Tensor) -> WeightForm | None:
         """Return the form for a weight whose columns are reordered, or None. Its groups may be smaller."""
         return self
 
@@ -56,7 +56,7 @@ def _moves_groups(order: Tensor, group: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Grouped(Form):
+class _Grouped(WeightForm):
     group: int = 0  # columns that share a scale; 0 for all of them
     scale_dtype: torch.dtype | None = None  # None for that of the activations
 
@@ -66,7 +66,7 @@ class _Grouped(Form):
             raise CheckpointError(f"a weight has {num_columns} columns, which groups of {group} do not divide")
         return num_columns // group
 
-    def with_column_order(self, order: Tensor) -> Form | None:
+    def with_column_order(self, order: Tensor) -> WeightForm | None:
         if not self.group:
             return self
         smaller = [self.group, *(size for size in (64, 32) if size < self.group and self.group % size == 0)]
@@ -104,7 +104,7 @@ class Int8(_Grouped):
 
 
 @dataclass(frozen=True)
-class Fp8(Form):
+class Fp8(WeightForm):
     """e4m3 with a scale per row, or per block of 128 x 128."""
 
     has_blocks: bool = False
@@ -117,7 +117,7 @@ class Fp8(Form):
             torch.empty(scales, dtype=torch.float32, device=site.device),
         )
 
-    def with_column_order(self, order: Tensor) -> Form | None:
+    def with_column_order(self, order: Tensor) -> WeightForm | None:
         return None if self.has_blocks else self
 
     def rows(self, held: QuantisedWeight, rows: slice) -> QuantisedWeight:
@@ -132,7 +132,7 @@ class Fp8(Form):
 
 
 @dataclass(frozen=True)
-class Nvfp4(Form):
+class Nvfp4(WeightForm):
     """e2m1 with an e4m3 scale per 16 columns and a float32 scale per projection."""
 
     def allocate(self, shape: tuple[int, ...], site: Site) -> Nvfp4Weight:
@@ -145,5 +145,5 @@ class Nvfp4(Form):
             torch.empty(*lead, 1, dtype=torch.float32, device=site.device),
         )
 
-    def with_column_order(self, order: Tensor) -> Form | None:
+    def with_column_order(self, order: Tensor) -> WeightForm | None:
         return self if _moves_groups(order, NVFP4_GROUP) else None

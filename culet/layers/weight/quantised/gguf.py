@@ -22,7 +22,7 @@ from culet.layers.weight.placement import ConvertedPiece, Piece, Placement
 from culet.layers.weight.plain import PlainExperts, PlainMatrix, PlainTable
 from culet.layers.weight.quantised.block_types import BLOCK_SIZES, GROUP, SCALE_OFFSETS
 from culet.layers.weight.quantised.cut import Cut
-from culet.layers.weight.quantised.forms import Form, Int4, Int8
+from culet.layers.weight.quantised.forms import Int4, Int8, WeightForm
 from culet.layers.weight.quantised.matrices import QuantisedFormat
 from culet.layers.weight.quantised.sources import Placed, reorder
 
@@ -153,5 +153,5 @@ def block_format(kind: str) -> QuantisedFormat | Q6KFormat:
     """Return the format for tensors of this kind."""
     if kind == "Q6_K":
         return Q6KFormat()
-    forms: dict[str, Form] = {"Q4_0": Int4(GROUP, torch.float16), "Q8_0": Int8(GROUP, torch.float16)}
+    forms: dict[str, WeightForm] = {"Q4_0": Int4(GROUP, torch.float16), "Q8_0": Int8(GROUP, torch.float16)}
     return QuantisedFormat(forms[kind], Blocks(kind))

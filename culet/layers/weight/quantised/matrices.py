@@ -30,7 +30,7 @@ from culet.layers.weight.base import (
 from culet.layers.weight.joined import JoinedMatrix, ReorderedMatrix
 from culet.layers.weight.placement import Placement
 from culet.layers.weight.quantised.cut import Cut, cuts_of
-from culet.layers.weight.quantised.forms import Form, Fp8
+from culet.layers.weight.quantised.forms import Fp8, WeightForm
 from culet.layers.weight.quantised.sources import Source
 from culet.parallel.reduce.parts import PartialSum, join_columns, join_parts
 
@@ -38,7 +38,7 @@ from culet.parallel.reduce.parts import PartialSum, join_columns, join_parts
 class Tensors(Layer):
     """The tensors of one quantised weight, and the ops that read it."""
 
-    def __init__(self, form: Form, shape: tuple[int, ...], site: Site) -> None:
+    def __init__(self, form: WeightForm, shape: tuple[int, ...], site: Site) -> None:
         super().__init__()
         self.form = form
         self.held = form.allocate(shape, site)
@@ -58,7 +58,7 @@ class QuantisedMatrix(Matrix):
 
     is_widened = True  # in most forms
 
-    def __init__(self, layout: MatrixLayout, site: Site, form: Form, source: Source) -> None:
+    def __init__(self, layout: MatrixLayout, site: Site, form: WeightForm, source: Source) -> None:
         super().__init__(layout, site)
         self.source = source
         cuts = list(cuts_of(layout, site.rank))
@@ -96,7 +96,7 @@ class QuantisedMatrix(Matrix):
 class QuantisedTable(Table):
     """A table in int4 or int8. A lookup dequantises its rows, and the head uses the table as a matrix."""
 
-    def __init__(self, layout: TableLayout, site: Site, form: Form, source: Source) -> None:
+    def __init__(self, layout: TableLayout, site: Site, form: WeightForm, source: Source) -> None:
         super().__init__()
         self.layout, self.source, self.dtype = layout, source, site.dtype
         self.scale, self.ops = layout.scale, for_device(site.device)
@@ -191,14 +191,14 @@ class QuantisedExperts(ExpertStack):
 class QuantisedFormat:
     """Makes weights of one form from one source."""
 
-    form: Form
+    form: WeightForm
     source: Source
     down: QuantisedFormat | None = None  # of the experts' down matrices, if they differ
 
     def matrix(self, layout: MatrixLayout, site: Site) -> Matrix:
         if isinstance(self.form, Fp8) and self.form.has_blocks:
             return self._block_matrix(layout, site)
-        form: Form | None = self.form
+        form: WeightForm | None = self.form
         if layout.column_order is not None:
             form = self.form.with_column_order(layout.column_order)
         return self._in_stored_order(layout, site) if form is None else QuantisedMatrix(layout, site, form, self.source)

@@ -18,7 +18,7 @@ from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixL
 from culet.layers.weight.joined import JoinedMatrix
 from culet.layers.weight.placement import Placement
 from culet.layers.weight.quantised.cut import Cut
-from culet.layers.weight.quantised.forms import Form, Int4, Int8
+from culet.layers.weight.quantised.forms import Int4, Int8, WeightForm
 from culet.layers.weight.quantised.matrices import QuantisedMatrix, QuantisedTable
 from culet.layers.weight.quantised.sources import Placed, piece, reorder, scalar_placement, scale_placement
 from culet.parallel.reduce.parts import PartialSum
@@ -99,7 +99,7 @@ class MobileFormat:
     num_bits: int
     num_blocks: int = 1  # of a table
 
-    def form(self, group: int = 0) -> Form:
+    def form(self, group: int = 0) -> WeightForm:
         return Int8(group) if self.num_bits == 8 else Int4(group)
 
     def matrix(self, layout: MatrixLayout, site: Site) -> Matrix:

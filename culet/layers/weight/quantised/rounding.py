@@ -13,7 +13,7 @@ from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixL
 from culet.layers.weight.placement import ConvertedPiece, Placement
 from culet.layers.weight.plain import PlainFormat
 from culet.layers.weight.quantised.cut import Cut
-from culet.layers.weight.quantised.forms import Form, Fp8, Int4
+from culet.layers.weight.quantised.forms import Fp8, Int4, WeightForm
 from culet.layers.weight.quantised.matrices import QuantisedFormat
 from culet.layers.weight.quantised.scheme import rounding_of
 from culet.layers.weight.quantised.sources import Placed, reorder, reorder_rows
@@ -88,7 +88,7 @@ class RoundedFormat(PlainFormat):
 
     @property
     def _quantised(self) -> QuantisedFormat:
-        forms: dict[str, Form] = {"fp8": Fp8(), "int4": Int4(INT4_GROUP)}
+        forms: dict[str, WeightForm] = {"fp8": Fp8(), "int4": Int4(INT4_GROUP)}
         return QuantisedFormat(lookup("quantization", self.precision, forms), Rounded())
 
     def matrix(self, layout: MatrixLayout, site: Site) -> Matrix:

@@ -28,7 +28,7 @@ from culet.serve.api.fields import (
 from culet.serve.api.openai.chat import PastCall, Tool
 from culet.serve.api.refused import Refused, UnsupportedFields, refuse_unsupported
 from culet.serve.service import Service
-from culet.structured.forms import FormAliases, StructuredFields, any_object, schema_form
+from culet.structured.request_fields import FormAliases, StructuredFields, any_object, schema_form
 from culet.types import GrammarSpec, SamplingParams
 
 ModelName = Annotated[str, Meta(max_length=256)]

@@ -73,7 +73,7 @@ class TranscriptionRequest(TranslationRequest, kw_only=True):
 T = TypeVar("T", bound=TranslationRequest)
 
 
-class InputDetails(Struct):
+class AudioInputDetails(Struct):
     audio_tokens: int
     text_tokens: int
 
@@ -84,7 +84,7 @@ class AudioUsage(Struct):
     input_tokens: int
     output_tokens: int
     total_tokens: int
-    input_token_details: InputDetails
+    input_token_details: AudioInputDetails
     type: str = "tokens"
 
 
@@ -171,7 +171,7 @@ async def _answer(
 def _usage(prepared: PreparedChat, generation: Generation) -> AudioUsage:
     counts = generation.token_counts()
     num_audio = sum(span.length + 2 for span in prepared.prompt.spans)
-    details = InputDetails(num_audio, counts.num_prompt - num_audio)
+    details = AudioInputDetails(num_audio, counts.num_prompt - num_audio)
     return AudioUsage(counts.num_prompt, counts.num_generated, counts.num_prompt + counts.num_generated, details)
 
 

@@ -50,7 +50,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     return_token_ids: bool | None = None
 
 
-class Choice(Struct, omit_defaults=True):
+class CompletionChoice(Struct, omit_defaults=True):
     index: int
     text: str
     logprobs: TextLogprobs | None
@@ -65,7 +65,7 @@ class CompletionAnswer(Struct):
     id: str
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[CompletionChoice]
     usage: Usage
     object: str = "text_completion"
 
@@ -328,7 +328,7 @@ class _Builder:
         *,
         with_prompt: bool = True,
     ) -> list[Part]:
-        """Return the JSON of a Choice, in parts."""
+        """Return the JSON of a CompletionChoice, in parts."""
         echo = self._echoes.get(index) if with_prompt else None
         parts: list[Part] = [b'{"index":%d,"text":"' % (index * self.n + sample)]
         parts += [text] if echo is None else [echo.text, text]

@@ -30,7 +30,7 @@ from culet.serve.generation import Generation, Origin
 from culet.serve.http_errors import HttpError, reply_to
 from culet.serve.service import Service
 from culet.serve.streams import EventStream, run_all
-from culet.structured.forms import any_object, given_schema, schema_form
+from culet.structured.request_fields import any_object, given_schema, schema_form
 from culet.text.output import OutputDelta
 from culet.text.output_pieces import CallPart, Output, OutputPiece, ReasoningPiece, TextPiece, ToolCall, call_part
 from culet.types import GrammarSpec

@@ -21,7 +21,7 @@ from culet.serve.api.fields import (
     ToolName,
 )
 from culet.serve.api.refused import Refused
-from culet.structured.forms import SchemaText
+from culet.structured.request_fields import SchemaText
 
 Id = Annotated[str, Meta(max_length=256)]
 MEDIA = ("input_image", "input_file", "input_audio")
