@@ -22,6 +22,7 @@ BYTES_PER_S = 4.3e12
 PRODUCTS_S = ((16, 0.0152), (80, 0.0170), (128, 0.0182))  # up to so many tokens
 PADDED, MAX_PADDED = 64, 384
 CHUNK_S = 0.003  # attention of a short chunk
+FEW = ((2, 140), (3, 150), (4, 215), (6, 370))  # chats of 73 pages, and pages for one, two or five of them
 
 
 class Clock:
@@ -100,14 +101,14 @@ def main() -> None:
     chats = [(0.0, 1000, 1000)] * 80
     mixed = [(0.35 * number, random.randint(200, 1800), random.randint(100, 1900)) for number in range(300)]
     print("requests    pages slices  tok/s  mean time  preemptions  pauses above 1 s  longest, s")
-    for name, arrivals in (("80 chats", chats), ("mixed", mixed)):
-        for num_pages in map(int, arguments.pages.split(",")):
-            for factor in (10**9, fairness.SLICE_FACTOR):
-                kept, fairness.SLICE_FACTOR = fairness.SLICE_FACTOR, factor
-                print(
-                    f"{name:10} {num_pages:6} {'no' if factor > kept else 'yes':>6}", simulate(num_pages, arrivals), flush=True
-                )
-                fairness.SLICE_FACTOR = kept
+    pages = [int(size) for size in arguments.pages.split(",")]
+    cases = [(name, arrivals, size) for name, arrivals in (("80 chats", chats), ("mixed", mixed)) for size in pages]
+    cases += [(f"{count} chats", chats[:count], size) for count, size in FEW]
+    for name, arrivals, num_pages in cases:
+        for factor in (10**9, fairness.SLICE_FACTOR):
+            kept, fairness.SLICE_FACTOR = fairness.SLICE_FACTOR, factor
+            print(f"{name:10} {num_pages:6} {'no' if factor > kept else 'yes':>6}", simulate(num_pages, arrivals), flush=True)
+            fairness.SLICE_FACTOR = kept
 
 
 if __name__ == "__main__":

@@ -28,10 +28,10 @@ def _second_stream(device: torch.device, *, is_urgent: bool) -> torch.cuda.Strea
 def side_by_side(
     first: Callable[[], T], second: Callable[[], U], device: torch.device, *, is_long: bool = False, is_urgent: bool = False
 ) -> tuple[T, U]:
-    """Return the results of two independent calls. In a captured graph, they run at the same time.
+    """Return the results of two independent calls, which run at the same time in a captured graph or if `is_long`.
 
-    Elsewhere, they do so only if `is_long`, because the host needs 15 us for it. Otherwise they run one after the other. If
-    `is_urgent`, the second one need not wait until the first leaves room. Their launches must not share a workspace.
+    Otherwise they run one after the other, because the host needs 15 us to run them side by side. If `is_urgent`, the second
+    one need not wait until the first leaves room. Their launches must not share a workspace.
     """
     if device.type != "cuda" or not (is_long or torch.cuda.is_current_stream_capturing()):
         return first(), second()
@@ -40,8 +40,10 @@ def side_by_side(
     with torch.cuda.stream(second_stream):
         # Memory allocated here is used again only on this stream, which by then has waited for every reader.
         second_result = second()
-    first_result = first()
-    stream.wait_stream(second_stream)
+    try:
+        first_result = first()
+    finally:  # even after an error, nobody may use memory again that the second call still writes to
+        stream.wait_stream(second_stream)
     return first_result, second_result
 
 
