@@ -50,12 +50,15 @@ def check_fits(request: Request, layout: CacheLayout, num_pages: int, max_model_
         )
 
 
-def check_queue(request: Request, alive: Container[str], num_waiting: int, max_waiting: int) -> None:
-    """Raise if a request cannot be queued now. `alive` are the ids of those that have not ended."""
+def check_queue(request: Request, alive: Container[str], num_queued: int, max_queued: int) -> None:
+    """Raise if a request cannot be queued now. `alive` are the ids of those that have not ended.
+
+    `num_queued` are the sequences that run or wait. A free slot counts as room, because the next step may fill it.
+    """
     if request.request_id in alive:
         raise BadRequest(f"request_id: got {request.request_id!r}, but the request with this id is still running")
-    if num_waiting >= max_waiting:
-        raise QueueFull(f"the queue is full: {num_waiting} sequences are already waiting", hint="try again later")
+    if num_queued >= max_queued:
+        raise QueueFull(f"the queue is full: {num_queued} sequences are running or waiting", hint="try again later")
 
 
 def _check_media(request: Request, max_chunk: int) -> int:

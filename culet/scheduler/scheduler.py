@@ -80,9 +80,9 @@ class Scheduler:
         self._max_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
         self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching, placeholder_ids=placeholder_ids)
         self.counters = Counters()
-        self._clock, self._max_queue_len = clock, config.max_queue_len
         # Every running sequence can have a token in every step, so none can starve.
         self._max_running = min(config.max_num_seqs, self.budget)
+        self._clock, self._max_queued = clock, self._max_running + config.max_queue_len
         self._free_slots = list(range(config.max_num_seqs))
         self._running: list[Sequence] = []  # by order
         self._waiting = FairQueue()
@@ -100,7 +100,7 @@ class Scheduler:
         """Queue a request. If `held`, it waits for `release`. Raise if it can never fit or the queue is full."""
         max_chunk = self.budget - self._max_running + 1
         check_fits(request, self.layout, self.page_allocator.arena.num_pages, self.max_model_len, max_chunk)
-        check_queue(request, self._alive, len(self._waiting) + len(self._held), self._max_queue_len)
+        check_queue(request, self._alive, len(self._running) + len(self._waiting) + len(self._held), self._max_queued)
         if self.features is not None and request.media:
             self.features.admit(request)
         arrival = next(self._arrivals)

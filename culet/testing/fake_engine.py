@@ -75,8 +75,9 @@ class FakeEngine:
 
     def add(self, request: Request) -> None:
         """Queue all samples of a request."""
-        if len(self._waiting) >= self._schedule.max_queue_len:
-            raise QueueFull(f"the queue is full: {len(self._waiting)} sequences are waiting", hint="try again later")
+        num_queued = len(self._running) + len(self._waiting)
+        if num_queued >= self._schedule.max_num_seqs + self._schedule.max_queue_len:
+            raise QueueFull(f"the queue is full: {num_queued} sequences are running or waiting", hint="try again later")
         answers = self._script.answers
         answer = answers[self._num_requests % len(answers)]
         self._num_requests += 1

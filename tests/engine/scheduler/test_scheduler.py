@@ -69,15 +69,18 @@ def test_what_is_not_refused_ends_in_the_smallest_cache(groups: tuple[tuple[int 
 
 
 def test_a_full_queue_refuses() -> None:
-    drive = make(queue=2, seqs=1)
-    for name in "ab":
+    """A free slot is room, too, so a burst fits as well as requests that come one by one."""
+    drive = make(queue=2, seqs=2)
+    for name in "abcd":
         drive.add(endless(name, 5))
-    with pytest.raises(QueueFull, match="2 sequences are already waiting"):
-        drive.add(endless("c", 5))
-    drive.step()
-    drive.add(endless("c", 5))
+    for _ in range(2):
+        with pytest.raises(QueueFull, match="4 sequences are running or waiting"):
+            drive.add(endless("e", 5))
+        drive.step()
+        assert (drive.scheduler.stats().num_running, drive.scheduler.stats().num_waiting) == (2, 2)
+    drive.scheduler.cancel("a")
+    drive.add(endless("e", 5))
     drive.run()
-    drive.check_end()
 
 
 def test_a_request_id_in_use_is_refused() -> None:

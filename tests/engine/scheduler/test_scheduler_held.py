@@ -31,7 +31,7 @@ def test_a_held_request_waits_and_keeps_its_place() -> None:
 
 
 def test_held_requests_count_in_the_queue_and_can_be_cancelled() -> None:
-    drive = make(queue=2)
+    drive = make(queue=1, seqs=1)
     scheduler = drive.scheduler
     for name in ("a", "b"):
         scheduler.add(make_request(name, prompt(4), n=2), held=True)

@@ -189,7 +189,7 @@ def test_running_out_of_memory_does_not_lose_the_device(opened: list[OtherEnd]) 
 def test_a_full_queue_refuses(opened: list[OtherEnd]) -> None:
     end = OtherEnd(BrittleEngine([]))
     opened.append(end)
-    end.send(Submit(make_request("first", max_tokens=10**9, n=4)), Submit(make_request("late")))
+    end.send(Submit(make_request("first", max_tokens=10**9, n=8)), Submit(make_request("late")))
     while not isinstance(report := end.next(), Refused):
         pass
     assert (report.request_id, report.kind) == ("late", "QueueFull")

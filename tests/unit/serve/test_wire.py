@@ -89,7 +89,7 @@ def test_the_fake_engine_follows_the_rules() -> None:
     assert drive(engine) == {sample: ([10, 11, 10, 11, 10], FinishReason.LENGTH) for sample in range(3)}
     engine.add(make_request("b"))
     assert drive(engine) == {0: ([20, 1], FinishReason.STOP)}
-    engine.add(make_request("c", n=3))
+    engine.add(make_request("c", n=5))
     with pytest.raises(QueueFull):
         engine.add(make_request("d"))
     engine.step()
@@ -99,6 +99,6 @@ def test_the_fake_engine_follows_the_rules() -> None:
     assert {delta.finish_reason for delta in engine.step()} == {FinishReason.STOP, FinishReason.CANCEL}
     assert not engine.has_work
     stats = engine.stats()
-    assert (stats.num_free_pages, stats.counters.cancelled) == (stats.num_pages, 2)
+    assert (stats.num_free_pages, stats.counters.cancelled) == (stats.num_pages, 4)
     engine.add(make_request("late", deadline=0.0))
     assert drive(engine) == {0: ([], FinishReason.TIMEOUT)}
