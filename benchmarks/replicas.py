@@ -7,6 +7,7 @@ down both. There are more clients than all engines have slots. The answers at te
 
 On a busy machine, two engines get no more time than one, and tokens per second say little. So the result also has the seconds
 of CPU time that each engine took. If every engine has a core of its own, the engine that took most of it sets the pace.
+On an idle machine, `--least 1.6` makes a lower ratio an error.
 """
 
 from __future__ import annotations
@@ -91,6 +92,12 @@ class Server:
         self.process.wait()
 
 
+def check_ratio(ratio: float, least: float | None) -> None:
+    """End with an error if two engines give less than `least` times the tokens per second of one."""
+    if least is not None and ratio < least:
+        raise SystemExit(f"error: got a ratio of {ratio:.2f}, expected at least {least:g}\nhint: are two cores idle?")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
@@ -98,6 +105,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--slots", type=int, default=4, help="sequences that an engine runs at the same time")
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--least", type=float, help="end with an error if the ratio is below this")
     options = parser.parse_args()
     servers = [Server(1, options.slots), Server(2, options.slots)]
     try:
@@ -121,6 +129,7 @@ def main() -> None:
             "answers": "the same",
         }
         print(json.dumps(result))
+        check_ratio(best[1] / best[0], options.least)
     finally:
         for server in servers:
             server.stop()
