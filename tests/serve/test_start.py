@@ -56,6 +56,7 @@ def test_invalid_settings(arguments: list[str], message: str) -> None:
     [
         ("", ["--no-enable-prefix-caching"], "kv-events-config: there are no events with no-enable-prefix-caching"),
         (', "replay_endpoint": "tcp://*:5558"', ["--data-parallel-size", "2"], "kv-events-config: port 5558 is the "),
+        (', "replay_endpoint": "*:5558"', [], "kv-events-config: replay_endpoint: got '*:5558', expected tcp://HOST:PORT or "),
     ],
 )
 def test_kv_events_that_cannot_be_published(folder: Path, endpoints: str, arguments: list[str], message: str) -> None:

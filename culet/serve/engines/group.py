@@ -17,7 +17,7 @@ from culet.serve.engines.routing import Candidate, ranked
 from culet.serve.engines.supervised import SupervisedEngine
 from culet.serve.engines.totals import total
 from culet.serve.process.client import State, TokenStream
-from culet.serve.process.kv_events import check_kv_events
+from culet.serve.process.kv_events import check_kv_events, try_endpoints
 from culet.serve.process.wire import Ready, Script, Start, Stats
 from culet.types import Request
 
@@ -58,7 +58,9 @@ class Engines:
     ) -> None:
         size = settings.data_parallel_size
         has_caching = config.cache.enable_prefix_caching
-        check_kv_events(settings.kv_events_config, num_engines=size, has_prefix_caching=has_caching)
+        events = check_kv_events(settings.kv_events_config, num_engines=size, has_prefix_caching=has_caching)
+        if events is not None:
+            try_endpoints(events, size)
         self.on_exit: Callable[[CuletError], None] = lambda error: None
         self._num_submitted = 0
         self.parts: list[SupervisedEngine] = []

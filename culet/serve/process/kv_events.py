@@ -24,6 +24,7 @@ An engine that is started again has an empty cache, and its subscribers must for
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 import time
@@ -45,6 +46,14 @@ from culet.errors import ConfigError
 RUNS, POINTS = 0, 1  # the groups
 _END = (-1).to_bytes(8, "big", signed=True)
 _HINT = """example: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}"""
+_SCHEMES = ("tcp://", "ipc://", "inproc://")
+_ERROR_HINTS = {  # of opening an endpoint
+    errno.EADDRINUSE: "choose another port, or end the program that has this one",
+    errno.EADDRNOTAVAIL: "use * or an address of this machine in the endpoint",
+    errno.ENODEV: "use * or an address of this machine in the endpoint",
+    errno.EACCES: "choose a port above 1023, or a folder that may be written to",
+    errno.ENOENT: "create the folder of the ipc:// path",
+}
 _POLL_S = 0.05
 _RECONNECT_S = 1.0  # ZMQ tries to connect again every 0.1 s, unless a subscriber has chosen otherwise
 _CLEARED = {"type": "AllBlocksCleared"}
@@ -100,6 +109,10 @@ def check_kv_events(text: str | None, *, num_engines: int, has_prefix_caching: b
         for what, endpoint in (("endpoint", config.endpoint), ("replay_endpoint", config.replay_endpoint)):
             if endpoint is None:
                 continue
+            if not endpoint.startswith(_SCHEMES):
+                raise ConfigError(
+                    f"kv-events-config: {what}: got {endpoint!r}, expected tcp://HOST:PORT or ipc://PATH", hint=_HINT
+                )
             place = _place(of_rank(endpoint, rank))
             if place is None or (what == "endpoint" and not is_bound(endpoint)):
                 continue
@@ -111,6 +124,37 @@ def check_kv_events(text: str | None, *, num_engines: int, has_prefix_caching: b
                 )
             users[place] = user
     return config
+
+
+def try_endpoints(config: KVEventsConfig, num_engines: int) -> None:
+    """Open the endpoints of this machine's engines for a moment. Raise if one of them cannot be opened.
+
+    An ipc:// path is left alone, because listening there takes it away from whoever listens now.
+    """
+    import zmq
+
+    for rank in range(num_engines):
+        for endpoint, listens in ((config.endpoint, is_bound(config.endpoint)), (config.replay_endpoint, True)):
+            if endpoint is not None and not endpoint.startswith("ipc://"):
+                context = zmq.Context()
+                try:
+                    _open(context.socket(zmq.PUB), of_rank(endpoint, rank), listens=listens)
+                finally:
+                    context.destroy(linger=0)
+
+
+def _open(socket: Any, address: str, *, listens: bool) -> None:
+    """Listen at an address or connect to it."""
+    import zmq
+
+    if "[" in address:  # only then, because a machine may have no IPv6
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        (socket.bind if listens else socket.connect)(address)
+    except zmq.ZMQError as error:
+        code = error.errno or 0
+        hint = _ERROR_HINTS.get(code, _HINT)
+        raise ConfigError(f"kv-events-config: cannot use {address!r}: {zmq.strerror(code)}", hint=hint) from None
 
 
 def is_bound(endpoint: str) -> bool:
@@ -263,26 +307,18 @@ class KVEventPublisher:
         self._context = context
         self._publisher, self._replay = context.socket(zmq.PUB), None
         self._publisher.set_hwm(config.hwm)
-        self._open(self._publisher, config.endpoint, listens=is_bound(config.endpoint))
-        if config.replay_endpoint is not None:
-            self._replay = context.socket(zmq.ROUTER)
-            # A whole answer fits, even if ZMQ has not noticed yet that the one before was read.
-            self._replay.set_hwm(2 * config.buffer_steps + 4)
-            self._open(self._replay, config.replay_endpoint, listens=True)  # at any address, as in vLLM
+        try:
+            _open(self._publisher, of_rank(config.endpoint, rank), listens=is_bound(config.endpoint))
+            if config.replay_endpoint is not None:
+                self._replay = context.socket(zmq.ROUTER)
+                # A whole answer fits, even if ZMQ has not noticed yet that the one before was read.
+                self._replay.set_hwm(2 * config.buffer_steps + 4)
+                _open(self._replay, of_rank(config.replay_endpoint, rank), listens=True)  # at any address, as in vLLM
+        except ConfigError:
+            context.destroy(linger=0)
+            raise
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
-
-    def _open(self, socket: Any, endpoint: str, *, listens: bool) -> None:
-        import zmq
-
-        address = of_rank(endpoint, self._rank)
-        if "[" in address:  # only then, because a machine may have no IPv6
-            socket.setsockopt(zmq.IPV6, 1)
-        try:
-            (socket.bind if listens else socket.connect)(address)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise ConfigError(f"kv-events-config: cannot use {address!r}: {error}", hint="choose another port") from None
 
     def publish(self, changes: list[PrefixChange]) -> None:
         """Send what has changed. Wait only if `max_queue_size` batches are waiting, since each one builds on the last."""
