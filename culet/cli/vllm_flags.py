@@ -16,6 +16,14 @@ REPLACED: tuple[tuple[tuple[str, ...], str], ...] = (
         ("--pipeline-parallel-size", "-pp", "--enable-expert-parallel"),
         "use --tensor-parallel-size, which also splits the experts",
     ),
+    (
+        ("--data-parallel-size-local", "-dpl"),
+        "use --data-parallel-size, which counts the engines of this machine; every other machine needs its own server",
+    ),
+    (
+        ("--decode-context-parallel-size", "-dcp"),
+        "use --tensor-parallel-size, which also divides the cache of the global layers by tokens if they have too few KV heads",
+    ),
     (("--disable-custom-all-reduce",), "use --all-reduce nccl"),
     (("--max-logprobs",), "use --limits logprobs=N"),
     (("--enable-log-requests",), "omit it: --log-requests is on by default"),
@@ -69,6 +77,10 @@ UNNEEDED: tuple[tuple[tuple[str, ...], str], ...] = (
         ("--compilation-config", "-O", "--optimization-level", "--cuda-graph-sizes", "--max-seq-len-to-capture"),
         "omit it: CUDA graphs need no setting; --enforce-eager turns them off",
     ),
+    (
+        ("--data-parallel-rank", "-dpn", "--data-parallel-backend", "-dpb"),
+        "omit it: --data-parallel-size starts all engines of this machine; for engines that scale on many, see Ray Serve",
+    ),
     (("--distributed-executor-backend",), "omit it: --tensor-parallel-size and --data-parallel-size start their own processes"),
     (("--enable-prompt-tokens-details",), "omit it: usage always counts cached tokens"),
     (("--enable-tokenizer-info-endpoint",), "omit it: /tokenizer_info is always there"),
@@ -83,6 +95,10 @@ UNSUPPORTED: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("--cpu-offload-gb", "--swap-space", "--kv-offloading-size", "--kv-offloading-backend"),
         "Culet does not move weights or caches to the CPU: try --quantization, and see `culet plan`",
+    ),
+    (
+        ("--data-parallel-address", "-dpa", "--nnodes", "--node-rank", "--master-addr", "--master-port"),
+        "an engine of Culet runs on one machine: start a server on each, behind a router",
     ),
     (("--kv-transfer-config",), "Culet computes prompts and answers in the same engine"),
     (("--enable-sleep-mode",), "Culet has no sleep mode: stop the server instead, since it starts in seconds"),
