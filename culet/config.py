@@ -403,7 +403,7 @@ class ServeConfig:
     queue_timeout: float = option(600.0, "Maximum wait for a request's first token, in seconds.")
     drain_timeout: float = option(30.0, "Seconds that running requests have to finish after Ctrl-C or SIGTERM.")
     max_engine_restarts: int = option(
-        3, "Maximum number of restarts of a dead engine within --engine-restart-window; after that the server exits."
+        3, "Restarts of an engine within --engine-restart-window before it is given up; the server exits when none is left."
     )
     engine_restart_window: float = option(600.0, "Period to which --max-engine-restarts applies, in seconds.")
     data_parallel_size: int = option(
