@@ -445,6 +445,7 @@ PARTS: dict[str, type] = {
 
 
 SERVE_PARTS: dict[str, type] = {"serve": ServeConfig}  # separate because no engine is built from these
+SERVE_ONLY_HINT = "only `culet serve` has this setting; in Python, an LLM is a single engine without a server"
 
 
 def config_fields(parts: Mapping[str, type] = PARTS) -> dict[str, tuple[str, Field[Any]]]:
@@ -488,7 +489,8 @@ def _build_parts(given: Mapping[str, Any], parts: Mapping[str, type]) -> dict[st
     chosen: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"unknown setting: {name!r}", hint=f"known settings: {', '.join(known)}")
+            hint = SERVE_ONLY_HINT if name in config_fields(SERVE_PARTS) else f"known settings: {', '.join(known)}"
+            raise ConfigError(f"unknown setting: {name!r}", hint=hint)
         part, entry = known[name]
         if name in JSON_SETTINGS and isinstance(value, Mapping):
             value = json.dumps(dict(value))

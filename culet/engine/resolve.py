@@ -20,8 +20,7 @@ from culet.engine.memory import cpu_has_bfloat16
 from culet.errors import ConfigError
 from culet.log import chose, logger
 from culet.models.checkpoint import Checkpoint, open_checkpoint
-from culet.models.quantised.part_bytes import check_groups
-from culet.models.sizes import check_ranks
+from culet.models.quantised.part_bytes import check_shares
 from culet.models.spec import ModelSpec
 from culet.parallel.rank import ONLY_RANK, Rank
 from culet.parallel.reduce.symmetric import may_overlap
@@ -73,8 +72,7 @@ def resolve(config: Config, rank_index: int = 0) -> Setup:
     checkpoint = open_checkpoint(config.model.model, config.model.revision)
     spec = checkpoint.spec
     rank = Rank(rank_index, config.parallel.tensor_parallel_size)
-    check_ranks(spec, rank.size)
-    check_groups(spec, checkpoint.config, config.model.quantization, rank.size)
+    check_shares(spec, checkpoint.config, config.model.quantization, rank.size)
     device = resolve_device(config.model.device, rank)
     dtype = resolve_dtype(config.model.dtype, device)
     _check_max_model_len(config.model.max_model_len, spec.max_position)

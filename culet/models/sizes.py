@@ -12,6 +12,7 @@ from culet.models.spec import LayerSpec, ModelSpec
 from culet.models.towers.spec import read_towers
 
 MAX_WEIGHTS = 10**12
+REPLICAS_HINT = "omit --tensor-parallel-size; `culet serve --data-parallel-size N` gives each of N GPUs the whole model"
 
 
 def text_weights(spec: ModelSpec) -> dict[str, int]:
@@ -52,7 +53,7 @@ def check_ranks(spec: ModelSpec, num_ranks: int) -> None:
     if num_ranks > 1 and spec.ple_dim:
         raise ConfigError(
             f"tensor-parallel-size: got {num_ranks}, but E2B and E4B are too small to be divided among GPUs",
-            hint="use --data-parallel-size instead, which gives each GPU the whole model",
+            hint=REPLICAS_HINT,
         )
     sizes = [("vocabulary", spec.vocab_size), *(("MLP's width", layer.mlp_width) for layer in spec.layers)]
     sizes += [] if spec.moe is None else [("experts' width", spec.moe.width)]

@@ -13,17 +13,19 @@ from culet.cache.pool import Pool
 from culet.cache.spec import RUN_TOKENS, CacheLayout, plan_cache, share_among
 from culet.cli.plan import plan
 from culet.cli.planning.facts import gather, shares_of
-from culet.config import build_config
+from culet.config import ServeConfig, build_config
 from culet.drafters.mtp.model import MTPModel
 from culet.drafters.mtp.plan import MTPPlan
 from culet.engine.resolve import resolve
 from culet.errors import ConfigError
 from culet.layers.weight.weights import Weights
 from culet.models.quantised.part_bytes import check_groups
+from culet.models.sizes import REPLICAS_HINT
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
 from culet.parallel.group import RankGroup
 from culet.parallel.rank import Rank
+from culet.serve import service
 from culet.testing.tiny import write_checkpoint
 
 
@@ -76,7 +78,16 @@ def test_small_models_use_replicas(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "E4B")
     with pytest.raises(ConfigError, match="E2B and E4B are too small") as caught:
         resolve(build_config({"model": str(folder), "device": "cpu", "tensor_parallel_size": 2}))
-    assert "--data-parallel-size" in caught.value.hint
+    assert caught.value.hint == REPLICAS_HINT
+
+
+def test_a_server_checks_the_ranks_before_it_starts_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("engines are made")
+
+    monkeypatch.setattr(service, "Engines", refuse)
+    with pytest.raises(ConfigError, match="got 2, but the sliding layers have 1 KV heads"):
+        service.Service(build_config({"device": "cpu", "tensor_parallel_size": 2}), ServeConfig(data_parallel_size=2))
 
 
 def test_groups_of_columns_that_ranks_would_cut(tmp_path: Path) -> None:
@@ -89,7 +100,7 @@ def test_groups_of_columns_that_ranks_would_cut(tmp_path: Path) -> None:
     assert caught.value.message == (
         "tensor-parallel-size: got 2, but a rank's 48 of the 96 columns of layers.0.mlp.down_proj are not whole groups of 32"
     )
-    assert caught.value.hint == "use one GPU, or replicas (--data-parallel-size), or --quantization fp8"
+    assert caught.value.hint == f"{REPLICAS_HINT}, or --quantization fp8"
     with pytest.raises(ConfigError) as planned:
         run_plan(folder, "--gpu", "h100", "--quantization", "int4", "--tensor-parallel-size", "2")
     assert (planned.value.message, planned.value.hint) == (caught.value.message, caught.value.hint)
@@ -110,7 +121,7 @@ def test_how_many_ranks_keep_groups_whole() -> None:
     check_groups(read_spec(config), config, "auto", 1)
     with pytest.raises(ConfigError, match=r"1056 of the 2112 columns .* groups of 64") as caught:
         check_groups(read_spec(config), config, "auto", 2)
-    assert caught.value.hint == "use one GPU, or replicas (--data-parallel-size), or another checkpoint"
+    assert caught.value.hint == f"{REPLICAS_HINT}, or another checkpoint"
 
 
 def run_plan(*arguments: str) -> str:

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from culet.cache.spec import share_among
 from culet.errors import ConfigError
 from culet.layers.weight.byte_sizes import bytes_of_bits, bytes_per_value
 from culet.layers.weight.quantised.scheme import Scheme, rounding_of
 from culet.models.quantised.config import Quantisation, read_quantisation
-from culet.models.sizes import text_weights
+from culet.models.sizes import REPLICAS_HINT, check_ranks, text_weights
 from culet.models.spec import LayerSpec, ModelSpec
 
 
@@ -97,6 +98,13 @@ def _scheme(name: str, linear: Linear, quantisation: Quantisation | None, precis
     return rounding.scheme if rounding.fits(linear.num_columns) else None
 
 
+def check_shares(spec: ModelSpec, config: Mapping[str, Any], precision: str, num_ranks: int) -> None:
+    """Raise if the model cannot be divided among this many ranks. For `config`, see `part_bytes`."""
+    check_ranks(spec, num_ranks)
+    check_groups(spec, config, precision, num_ranks)
+    share_among(spec.kv_specs(1), num_ranks)
+
+
 def check_groups(spec: ModelSpec, config: Mapping[str, Any], precision: str, num_ranks: int) -> None:
     """Raise if ranks would cut a group of columns that share a scale or a packed word. For `config`, see `part_bytes`."""
     if (found := _cut_group(spec, config, precision, num_ranks)) is None:
@@ -104,7 +112,7 @@ def check_groups(spec: ModelSpec, config: Mapping[str, Any], precision: str, num
     linear, held, unit = found
     fewer = [count for count in range(2, num_ranks) if num_ranks % count == 0]
     most = max((count for count in fewer if _cut_group(spec, config, precision, count) is None), default=1)
-    hint = f"use {most} GPUs" if most > 1 else "use one GPU, or replicas (--data-parallel-size)"
+    hint = f"use {most} GPUs" if most > 1 else REPLICAS_HINT
     raise ConfigError(
         f"tensor-parallel-size: got {num_ranks}, but a rank's {held} of the {linear.num_columns} columns of {linear.name} "
         f"are not whole groups of {unit}",

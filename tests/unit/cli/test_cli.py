@@ -225,6 +225,9 @@ def test_build_config_records_what_was_given() -> None:
     with pytest.raises(ConfigError, match="unknown setting: 'max_num_seq'") as caught:
         build_config({"max_num_seq": 4})
     assert "max_num_seqs" in caught.value.hint
+    with pytest.raises(ConfigError, match="unknown setting: 'data_parallel_size'") as caught:
+        build_config({"data_parallel_size": 2})
+    assert caught.value.hint.startswith("only `culet serve` has this setting")
 
 
 @pytest.mark.parametrize(
