@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+from culet.errors import WorkerDied
+
 _PR_SET_PDEATHSIG = 1
 _FOLDER = str(Path(__file__).resolve().parents[1])  # where this culet is imported from
 # Arguments: the folder of culet, the module to run, and the module's own arguments. The folder goes last on the path, where it
@@ -84,6 +86,14 @@ def end_with_connection(connection: socket.socket) -> None:
         os._exit(0)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def exit_error(process: subprocess.Popen[bytes], name: str, *, is_our_doing: bool = False) -> WorkerDied:
+    """Return the error that says how a process has ended. `is_our_doing` means that this process has killed it."""
+    was_killed = process.returncode == -signal.SIGKILL and not is_our_doing
+    killed = "it was killed, perhaps because the machine ran out of memory (see `dmesg`)"
+    problem = f"{name} {process.pid} exited unexpectedly with exit code {process.returncode}"
+    return WorkerDied(problem, hint=killed if was_killed else "check its log")
 
 
 def child_environment() -> dict[str, str]:

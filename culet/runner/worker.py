@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
 import subprocess
 import tempfile
@@ -31,7 +30,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from culet.child import start_bound_process
+from culet.child import exit_error, start_bound_process
 from culet.errors import CuletError, WorkerDied, error_of
 from culet.frames import LENGTH_BYTES, FrameReader, frame, frame_length
 from culet.limits import Limits
@@ -363,11 +362,8 @@ class ProcessWorker:
         if not ended and reason:
             return WorkerDied(reason, hint=hint)
         first = (ended or self._ranks)[0]
-        code, whose = first.process.returncode, f"rank {first.index}'s " if len(self._ranks) > 1 else ""
-        was_killed = ended and code == -signal.SIGKILL
-        killed = "it was killed, perhaps because the machine ran out of memory (see `dmesg`)"
-        problem = f"{whose}worker process {first.process.pid} exited unexpectedly with exit code {code}"
-        return WorkerDied(problem, hint=killed if was_killed else "check its log")
+        whose = f"rank {first.index}'s " if len(self._ranks) > 1 else ""
+        return exit_error(first.process, f"{whose}worker process", is_our_doing=not ended)
 
 
 class _RemoteStep:

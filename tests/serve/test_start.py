@@ -109,7 +109,10 @@ def test_an_engine_that_is_killed_while_it_starts(folder: Path) -> None:
         wait_for(server.engine_ids, what="the engine")
         os.kill(server.engine_id(), signal.SIGKILL)
         assert server.wait(120) == 3
-        assert "the engine process has ended" in server.log()
+        log = server.log()
+        assert "the engine's process " in log
+        assert "exited unexpectedly with exit code -9" in log
+        assert "perhaps because the machine ran out of memory" in log
 
 
 def test_errors_of_the_engine_are_reported_by_the_server(folder: Path) -> None:

@@ -65,18 +65,19 @@ class Engines:
         self._num_submitted = 0
         self.parts: list[SupervisedEngine] = []
         for rank, environment in enumerate(environments(config, size)):
+            name = "the engine" if size == 1 else f"engine {rank}"
             start = Start(
                 config,
                 log_level,
                 settings.log_format,
                 script,
                 rank=rank,
+                name=name,
                 reports_prefixes=size > 1,
                 kv_events=settings.kv_events_config,
                 step_s=limits.step_s,
             )
-            name = "the engine" if size == 1 else f"engine {rank}"
-            engine = SupervisedEngine(start, settings, limits, name=name, environment=environment)
+            engine = SupervisedEngine(start, settings, limits, environment=environment)
             engine.on_give_up = partial(self._on_give_up, engine)
             self.parts.append(engine)
 

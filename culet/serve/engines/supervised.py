@@ -29,9 +29,9 @@ class SupervisedEngine:
     """An engine that outlives its process. Requests whose clients have no token yet wait for the next process."""
 
     def __init__(
-        self, start: Start, settings: ServeConfig, limits: Limits, *, name: str, environment: Mapping[str, str] | None = None
+        self, start: Start, settings: ServeConfig, limits: Limits, *, environment: Mapping[str, str] | None = None
     ) -> None:
-        self.name = name  # in the log
+        self.name = start.name  # in the log
         self.num_restarts = 0
         self.is_given_up = False  # it died too often
         self.is_draining = False  # it is not restarted any more
@@ -110,22 +110,27 @@ class SupervisedEngine:
             await self._client.stop()
 
     def _on_death(self) -> None:
-        error = self.client.death()
         self.prefixes.clear()
         if not self._has_been_ready:
             return  # the code that awaits the start sees the error
         self._has_been_ready = False
-        logger.error("%s died: %s", self.name, error.message)
-        if self.is_draining:
-            self.client.fail_all(error)
-        else:
-            self._spawn(self._restart(error))
+        self._spawn(self._end_requests() if self.is_draining else self._restart())
 
-    async def _restart(self, error: CuletError) -> None:
+    async def _end_requests(self) -> None:
+        self.client.fail_all(await self._bury())
+
+    async def _bury(self) -> CuletError:
+        """End a process that hangs, leave no zombie, and return why the engine died."""
+        await self.client.stop()
+        error = self.client.death()  # now its exit code is known
+        logger.error("%s died: %s", self.name, _one_line(error))
+        return error
+
+    async def _restart(self) -> None:
         """Restart the engine, up to the configured number of times within the window, then give up."""
+        error = await self._bury()
         limit, window_s = self._settings.max_engine_restarts, self._settings.engine_restart_window
         while True:
-            await self.client.stop()  # ends a process that hangs, and leaves no zombie
             now = time.monotonic()
             while self._restarted_at and now - self._restarted_at[0] > window_s:
                 self._restarted_at.popleft()
@@ -148,7 +153,8 @@ class SupervisedEngine:
             else:
                 logger.info("%s is ready again", self.name)
                 return
-            logger.error("%s did not start: %s", self.name, error.message)
+            await self.client.stop()
+            logger.error("%s did not start: %s", self.name, _one_line(error))
         self.is_given_up = True
         self.on_give_up(error)  # other engines may take the requests
         self.client.fail_all(WorkerDied("the engine died and will not be restarted", hint="use another replica"))
@@ -160,10 +166,15 @@ class SupervisedEngine:
             silence.tick()
             if silence.silent_s > self._limits.step_s:
                 logger.error("killing %s, which has sent no message for %d s", self.name, silence.silent_s)
-                client.kill()
+                client.kill(WorkerDied(f"it was killed, because it had sent no message for {silence.silent_s:.0f} s"))
                 return
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _one_line(error: CuletError) -> str:
+    """Return an error with its hint, for the log."""
+    return f"{error.message}: {error.hint}" if error.hint else error.message

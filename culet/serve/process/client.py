@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Protocol, Self, cast
 
 from culet.cache.changes import PrefixChange
-from culet.child import start_bound_process
+from culet.child import exit_error, start_bound_process
 from culet.errors import CuletError, InternalError, WorkerDied, error_of
 from culet.frames import FrameReader, frame
 from culet.log import logger
@@ -146,7 +146,8 @@ class TokenStream:
 class EngineClient(asyncio.Protocol):
     """Owns one engine process. If the process dies, create a new client, which takes over the requests that can start over."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "the engine") -> None:
+        self.name = name  # in errors
         self.state = State.STARTING
         self.facts: Ready | None = None  # set when the engine is ready
         self.stats: Stats | None = None  # the latest report
@@ -170,7 +171,7 @@ class EngineClient(asyncio.Protocol):
         `environment` adds variables to its environment. The client takes over the requests that a `previous` engine left when
         it died.
         """
-        client = cls()
+        client = cls(start.name)
         try:
             ours, theirs = socket.socketpair()
             with theirs:
@@ -190,6 +191,8 @@ class EngineClient(asyncio.Protocol):
             self._changed.clear()
             await self._changed.wait()
         if self.facts is None or self.state is State.DEAD:
+            if self._failure is None:
+                await self._ends_in_time()  # its exit code is known a moment after the end of the connection
             raise self.death()
         return self.facts
 
@@ -262,23 +265,35 @@ class EngineClient(asyncio.Protocol):
         assert process is not None
         self.on_death = lambda: None
         if self.state is State.STARTING:
-            process.kill()  # it reads no commands while it loads
+            self.kill(WorkerDied("the engine was stopped while it started"))  # it reads no commands while it loads
         self._send(Stop())
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(None, lambda: process.wait(_STOP_LIMIT_S))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            await loop.run_in_executor(None, process.wait)
+        if not await self._ends_in_time():
+            self.kill(WorkerDied(f"the engine process did not end within {_STOP_LIMIT_S:g} s, so it was killed"))
+            await asyncio.get_running_loop().run_in_executor(None, process.wait)
         if self._transport is not None:
             self._transport.close()
         return process.returncode
+
+    async def _ends_in_time(self) -> bool:
+        """Wait for the end of the process. Return False if it takes too long."""
+        process = self._process
+        if process is None:
+            return False
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, lambda: process.wait(_STOP_LIMIT_S))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def death(self) -> CuletError:
         """Return the error that says why the engine accepts no requests."""
         if self.state is State.STARTING:
             return WorkerDied("the model is still loading", hint="try again later")
-        return self._failure or WorkerDied("the engine process has ended", hint="see the log for the reason")
+        if self._failure is not None:
+            return self._failure
+        if self._process is None or self._process.poll() is None:  # the connection has ended, the process not yet
+            return WorkerDied("the engine process has ended", hint="see the log for the reason")
+        return exit_error(self._process, f"{self.name}'s process")
 
     def _send(self, command: Command) -> None:
         self._write(frame(command))
@@ -337,7 +352,8 @@ class EngineClient(asyncio.Protocol):
         if not was_dead:
             self.on_death()
 
-    def kill(self) -> None:
-        """End the process by force."""
+    def kill(self, failure: CuletError | None = None) -> None:
+        """End the process by force, because of `failure`, unless another failure is known."""
         if self._process is not None and self._process.poll() is None:
+            self._failure = self._failure or failure
             self._process.kill()

@@ -153,9 +153,11 @@ class Channel:
 class EngineLoop:
     """Steps the engine while it has work, passing commands in and deltas out."""
 
-    def __init__(self, engine: SteppedEngine, channel: Channel, followers: Sequence[Follower] = ()) -> None:
-        """Prepare to run. The `followers` are told how the prefix cache changes."""
-        self._engine, self._channel = engine, channel
+    def __init__(
+        self, engine: SteppedEngine, channel: Channel, followers: Sequence[Follower] = (), *, name: str = "the engine"
+    ) -> None:
+        """Prepare to run. The `followers` are told how the prefix cache changes. `name` is for the log."""
+        self._engine, self._channel, self._name = engine, channel, name
         self._followers = followers
         self._num_failures = 0
         self._has_failed = False  # the last step failed, and the ends of its requests are not known yet
@@ -206,12 +208,14 @@ class EngineLoop:
         try:
             deltas = self._engine.step()
         except Exception as error:
-            logger.exception("an engine step failed")
+            logger.exception("a step of %s failed", self._name)
             self._num_failures += 1
             self._has_failed = True
             if self._num_failures < _MAX_FAILURES and not _is_final(error):
                 return True
-            self._give_up(f"the engine stopped after a failed step: {type(error).__name__}")
+            cause = as_culet_error(error)
+            reason = cause.message if cause is error else type(error).__name__  # the log has the rest
+            self._give_up(f"the engine stopped after a failed step: {reason}", cause.hint)
             return False
         self._has_failed = False
         num_tokens = sum([len(delta.token_ids) for delta in deltas])
@@ -229,12 +233,12 @@ class EngineLoop:
         try:
             self._engine.check()
         except WorkerDied as error:
-            self._give_up(f"the engine stopped: {error.message}")
+            self._give_up(f"the engine stopped: {error.message}", error.hint)
             return False
         return True
 
-    def _give_up(self, reason: str) -> None:
-        self._channel.send(Failed("WorkerDied", reason))
+    def _give_up(self, reason: str, hint: str) -> None:
+        self._channel.send(Failed("WorkerDied", reason, hint))
         self._channel.flush(_FLUSH_LIMIT_S)
 
     def _tell_followers(self) -> None:
@@ -332,7 +336,7 @@ def serve(sock: socket.socket) -> int:
         followers = _make_followers(start, engine, ready, channel)
     except Exception as error:
         if not isinstance(error, CuletError):
-            logger.exception("the engine failed to start")
+            logger.exception("%s failed to start", start.name)
         failure = as_culet_error(error)
         channel.send(Failed(*error_parts(failure)))
         channel.flush(_FLUSH_LIMIT_S)
@@ -340,7 +344,7 @@ def serve(sock: socket.socket) -> int:
     gc.collect()
     gc.freeze()  # garbage collections skip everything loaded so far
     channel.send(ready)
-    return EngineLoop(engine, channel, followers).run()
+    return EngineLoop(engine, channel, followers, name=start.name).run()
 
 
 def _make_followers(start: Start, engine: SteppedEngine, ready: Ready, channel: Channel) -> Sequence[Follower]:

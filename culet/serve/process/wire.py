@@ -43,6 +43,7 @@ class Start(Struct, tag="start", frozen=True):
     log_form: str = "text"
     script: Script | None = None
     rank: int = 0  # which of several engines this is
+    name: str = "the engine"  # in the log and in errors
     reports_prefixes: bool = False  # send PrefixChanges
     kv_events: str | None = None  # see `kv_events.py`
     step_s: float = Limits.step_s  # for one step of the engine before it counts as dead

@@ -42,7 +42,7 @@ class EngineReplica:
             kv_events=settings.kv_events_config,
             step_s=limits.step_s,
         )
-        self._engine = SupervisedEngine(start, settings, limits, name="the engine")
+        self._engine = SupervisedEngine(start, settings, limits)
         self._log: deque[PrefixChange] = deque(maxlen=_MAX_LOG)
         self._num_logged = 0
         self._streams: dict[str, TokenStream] = {}

@@ -171,6 +171,10 @@ def test_restarts_have_a_limit(scripted: Callable[..., Running]) -> None:
         assert [f"restarting the engine in {pause} s ({number} of 3" in log for number, pause in ((1, 1), (2, 2), (3, 4))] == [
             True
         ] * 3
+        killed = (
+            r"the engine died: the engine's process \d+ exited unexpectedly with exit code -9: it was killed, perhaps because"
+        )
+        assert len(re.findall(killed, log)) == 4
 
 
 @pytest.mark.slow
@@ -193,6 +197,7 @@ def test_a_request_that_kills_every_engine_is_given_up(scripted: Callable[..., R
         answer = server.chat()
         assert answer.status_code == 503
         wait_for(lambda: server.stats()["engine_restarts"] == 3, what="the third restart")
+        assert "the engine died: it was killed, because it had sent no message for" in server.log()
         server.wait_ready()
 
 

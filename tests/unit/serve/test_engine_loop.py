@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -56,7 +58,7 @@ class BrittleEngine(FakeEngine):
 class OtherEnd:
     """The web process's end."""
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: FakeEngine, **options: Any) -> None:
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(10)
         self._frames = FrameReader(report_decoder)
@@ -65,7 +67,7 @@ class OtherEnd:
 
         def run() -> None:
             with theirs:
-                self.code = EngineLoop(engine, Channel(theirs)).run()
+                self.code = EngineLoop(engine, Channel(theirs), **options).run()
 
         self.thread = threading.Thread(target=run)
         self.thread.start()
@@ -137,6 +139,21 @@ def test_an_engine_beyond_repair_ends(opened: list[OtherEnd], errors: list[Excep
     assert last.kind == "WorkerDied"
     end.thread.join(120)
     assert end.code == 2
+
+
+def test_a_rank_that_dies_in_a_step_is_named(opened: list[OtherEnd], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary says which rank it was and why, and the log says whose step it was."""
+    lines: list[logging.LogRecord] = []
+    monkeypatch.setattr(process_engine.logger, "handle", lines.append)
+    death = WorkerDied("rank 1's worker process 7 exited unexpectedly with exit code -9", hint="it was killed")
+    end = OtherEnd(BrittleEngine([death]), name="engine 1")
+    opened.append(end)
+    end.send(Submit(make_request("a")))
+    last = end.next()
+    assert isinstance(last, Failed)
+    assert (last.message, last.hint) == (f"the engine stopped after a failed step: {death.message}", "it was killed")
+    end.thread.join(120)
+    assert [line.getMessage() for line in lines] == ["a step of engine 1 failed"]
 
 
 def test_failures_with_tokens_in_between_do_not_add_up(opened: list[OtherEnd]) -> None:

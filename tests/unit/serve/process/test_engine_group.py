@@ -66,7 +66,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
 
 
 def make_engine(**settings: Any) -> SupervisedEngine:
-    return SupervisedEngine(Start(Config()), ServeConfig(**settings), Limits(), name="the engine")
+    return SupervisedEngine(Start(Config()), ServeConfig(**settings), Limits())
 
 
 def test_one_engine_that_fails_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -93,6 +94,48 @@ def test_a_process_that_loads_is_ended_at_once(monkeypatch: pytest.MonkeyPatch) 
         assert not deaths
     finally:
         os.close(held[0])
+
+
+def death_of(monkeypatch: pytest.MonkeyPatch, hurt: Callable[[EngineClient, int], Awaitable[None]]) -> WorkerDied:
+    """Return the error of `wait_ready` if the process dies from `hurt`, which gets the client and the process's id."""
+
+    def run(name: str, descriptor: int, environment: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "600"], pass_fds=[descriptor])
+
+    monkeypatch.setattr(module, "start_bound_process", run)
+
+    async def die() -> WorkerDied:
+        client = await EngineClient.start(Start(Config(), name="engine 1"))
+        assert client._process is not None
+        await hurt(client, client._process.pid)
+        with pytest.raises(WorkerDied) as caught:
+            await client.wait_ready()
+        await client.stop()
+        assert (client.death().message, client.death().hint) == (caught.value.message, caught.value.hint)
+        return caught.value
+
+    return asyncio.run(asyncio.wait_for(die(), 60))
+
+
+def test_a_process_that_is_killed_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could log nothing, so the error says what is known."""
+    ids: list[int] = []
+
+    async def kill(client: EngineClient, process_id: int) -> None:
+        ids.append(process_id)
+        os.kill(process_id, signal.SIGKILL)
+
+    error = death_of(monkeypatch, kill)
+    assert error.message == f"engine 1's process {ids[0]} exited unexpectedly with exit code -9"
+    assert "perhaps because the machine ran out of memory" in error.hint
+
+
+def test_a_process_that_this_one_kills_has_not_run_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def kill(client: EngineClient, process_id: int) -> None:
+        client.kill(WorkerDied("it had sent no message for 300 s"))
+
+    error = death_of(monkeypatch, kill)
+    assert (error.message, error.hint) == ("it had sent no message for 300 s", "")
 
 
 def test_only_requests_that_are_not_done_start_over() -> None:
