@@ -25,6 +25,7 @@ PAGE_MULTIPLE = 16  # page tokens are a multiple of this, so that kernel tiles d
 RUN_TOKENS = 64  # consecutive tokens that one of the ranks of a KV head holds. A multiple of PAGE_MULTIPLE.
 PREFERRED_SLIDING_PAGE = 64  # tokens. Larger pages waste memory at the window's edge, smaller ones cost table entries.
 MAX_GROWN_SLAB = 4 << 20  # bytes up to which a slab is doubled to reach the preferred page
+REPLICAS_HINT = "omit --tensor-parallel-size; `culet serve --data-parallel-size N` gives each of N GPUs the whole model"
 MAX_EXACT_SLAB = 16 << 20  # if an exact division needs a larger slab, some waste is accepted and reported
 
 
@@ -206,9 +207,9 @@ def _share_among(spec: KVSpec, num_ranks: int) -> KVSpec:
     raise ConfigError(
         f"tensor-parallel-size: got {num_ranks}, but the {group_name(spec)} layers have {heads} KV heads, "
         "which cannot be divided among that many ranks",
-        hint=f"use a power of two of at most {heads}, and --data-parallel-size for more GPUs"
+        hint=f"use a power of two of at most {heads}; `culet serve --data-parallel-size` is for more GPUs"
         if heads > 1
-        else "use --data-parallel-size instead, which gives each GPU the whole model",
+        else REPLICAS_HINT,
     )
 
 

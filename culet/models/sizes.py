@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from culet.cache.spec import CacheLayout, KVGroup
+from culet.cache.spec import REPLICAS_HINT, CacheLayout, KVGroup
 from culet.errors import CheckpointError, ConfigError
 from culet.models.spec import LayerSpec, ModelSpec
 from culet.models.towers.spec import read_towers
 
 MAX_WEIGHTS = 10**12
-REPLICAS_HINT = "omit --tensor-parallel-size; `culet serve --data-parallel-size N` gives each of N GPUs the whole model"
 
 
 def text_weights(spec: ModelSpec) -> dict[str, int]:

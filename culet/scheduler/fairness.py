@@ -20,9 +20,9 @@ BY_ORDER = attrgetter("order")
 BY_OLDER = attrgetter("request.priority", "num_older", "order")  # after `count_older`
 SLICE_FACTOR = 4  # a time slice has this many times the work of computing its sequence again,
 LEAST_STEPS = 4  # which counts as at least this many steps
-# When a sequence is back, none makes way for as long as this many slices, divided by the running sequences. Among few of them,
-# one that is computed again is a large part of those that could draw tokens.
-REST_SLICES = 2
+# Once a sequence is back, none makes way for this many times the work that it took to come back, divided by the number of
+# running sequences. So at most a twentieth of the tokens that these could draw is lost while one is computed again.
+REST_FACTOR = 20
 NEW_SLICES = 4  # a new sequence takes part after it has waited for as long as this many slices,
 FEW_NEW = 8  # if at least this many sequences are running for each new one
 AGAIN_STEPS, AGAIN_TOKENS = 64, 32  # a sequence is computed again in up to so many steps, but not in pieces of fewer tokens
@@ -163,8 +163,9 @@ class TimeSlices:
         self._work += max(num_tokens, self._min_step)
         for seq in [seq for seq in self._returning if seq.is_prefilled or not seq.is_running]:
             self._returning.remove(seq)
+            took = self._done_since_start(seq)
             seq.started_at = self._work
-            self._next_at = max(self._next_at, self._work + REST_SLICES * self._slice(seq) // max(1, num_running))
+            self._next_at = max(self._next_at, self._work + REST_FACTOR * took // max(1, num_running))
 
     def wait(self, *new: Sequence) -> None:
         """Note that new sequences wait."""

@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from culet.cache.pool import Pool
-from culet.cache.spec import RUN_TOKENS, CacheLayout, plan_cache, share_among
+from culet.cache.spec import REPLICAS_HINT, RUN_TOKENS, CacheLayout, plan_cache, share_among
 from culet.cli.plan import plan
 from culet.cli.planning.facts import gather, shares_of
 from culet.config import ServeConfig, build_config
@@ -20,7 +20,6 @@ from culet.engine.resolve import resolve
 from culet.errors import ConfigError
 from culet.layers.weight.weights import Weights
 from culet.models.quantised.part_bytes import check_groups
-from culet.models.sizes import REPLICAS_HINT
 from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
 from culet.parallel.group import RankGroup
@@ -64,14 +63,14 @@ def test_one_rank_is_as_before() -> None:
 def test_heads_that_cannot_be_shared(name: str, num_ranks: int) -> None:
     with pytest.raises(ConfigError, match=f"got {num_ranks}, but the sliding layers have .* KV heads") as caught:
         layout_of(name, num_ranks)
-    assert "--data-parallel-size for more GPUs" in caught.value.hint
+    assert "`culet serve --data-parallel-size` is for more GPUs" in caught.value.hint
 
 
 def test_one_head_cannot_be_shared_at_all() -> None:
     """The built-in model has one sliding KV head."""
     with pytest.raises(ConfigError, match="got 2, but the sliding layers have 1 KV heads") as caught:
         resolve(build_config({"device": "cpu", "tensor_parallel_size": 2}))
-    assert caught.value.hint.startswith("use --data-parallel-size instead")
+    assert caught.value.hint == REPLICAS_HINT
 
 
 def test_small_models_use_replicas(tmp_path: Path) -> None:

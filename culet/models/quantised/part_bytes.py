@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from culet.cache.spec import share_among
+from culet.cache.spec import REPLICAS_HINT, share_among
 from culet.errors import ConfigError
 from culet.layers.weight.byte_sizes import bytes_of_bits, bytes_per_value
 from culet.layers.weight.quantised.scheme import Scheme, rounding_of
 from culet.models.quantised.config import Quantisation, read_quantisation
-from culet.models.sizes import REPLICAS_HINT, check_ranks, text_weights
+from culet.models.sizes import check_ranks, text_weights
 from culet.models.spec import LayerSpec, ModelSpec
 
 
