@@ -35,12 +35,15 @@ class Engine:
         progress: bool = True,
         make_worker: MakeWorker | None = None,
         rank_limit_s: float = Limits.step_s,
+        num_engines: int = 1,
     ) -> None:
         """Build an engine. Its steps run in this process, in ranks, or on the worker that `make_worker` makes.
 
-        A rank that takes longer than `rank_limit_s` for a step counts as dead.
+        A rank that takes longer than `rank_limit_s` for a step counts as dead. On a CPU, `num_engines` share the memory.
         """
-        parts = build_parts(config, progress=progress, make_worker=make_worker, rank_limit_s=rank_limit_s)
+        parts = build_parts(
+            config, progress=progress, make_worker=make_worker, rank_limit_s=rank_limit_s, num_engines=num_engines
+        )
         setup = parts.setup
         self.config = setup.config
         self.spec, self.defaults = setup.spec, setup.checkpoint.defaults

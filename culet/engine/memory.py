@@ -109,14 +109,18 @@ def most_tokens(layout: CacheLayout, num_slabs: int, max_len: int) -> int:
 
 
 def slabs_for_cpu(
-    layout: CacheLayout, *, max_num_seqs: int, chunk: int, max_position: int, wanted_len: int | None, num_ranks: int = 1
+    layout: CacheLayout, *, max_num_seqs: int, chunk: int, max_position: int, wanted_len: int | None, num_caches: int = 1
 ) -> int:
-    """Return the slabs for `max_num_seqs` moderate sequences, or for one of `wanted_len`, up to a share of the free memory."""
+    """Return the slabs for `max_num_seqs` moderate sequences, or for one of `wanted_len`, up to a share of the free memory.
+
+    This machine has `num_caches` of this size: one for each rank of each engine.
+    """
     typical = min(wanted_len or max_position, CPU_SEQUENCE_LEN)
     wanted = max(max_num_seqs * _roomy_slabs(layout, typical, chunk), least_slabs(layout, wanted_len or 2))
-    bound = free_cpu_memory() // CPU_MEMORY_SHARE // num_ranks // layout.slab_bytes
+    bound = free_cpu_memory() // CPU_MEMORY_SHARE // num_caches // layout.slab_bytes
     num_slabs = max(min(wanted, bound), least_slabs(layout, 2))
-    reason = f"{max_num_seqs} sequences of {typical} tokens" if num_slabs >= wanted else "a quarter of the free memory"
+    share = "a quarter of the free memory" + (f", divided by {num_caches}" if num_caches > 1 else "")
+    reason = f"{max_num_seqs} sequences of {typical} tokens" if num_slabs >= wanted else share
     chose("kv-cache-memory-bytes", f"{num_slabs * layout.slab_bytes / MIB:.0f} MiB", reason)
     return num_slabs
 

@@ -5,6 +5,7 @@ Each derived choice is logged with its reason.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,6 +47,7 @@ class Setup:
     draft_backends: Mapping[int, AttentionBackend]  # the drafter's, by the index of the KV group they read
     has_graphs: bool  # decode steps, verify steps and draft rounds are captured as CUDA graphs
     rank: Rank = ONLY_RANK  # of this process, or the first rank in an engine whose workers are elsewhere
+    num_engines: int = 1  # that share this machine's memory
 
     @property
     def spec(self) -> ModelSpec:
@@ -114,9 +116,8 @@ def resolve_device(name: str, rank: Rank = ONLY_RANK) -> torch.device:
     if rank.size > 1:
         return _resolve_rank_device(name, rank, count)
     if int(index or 0) >= count:
-        raise ConfigError(
-            f"device: got {name!r}, but {count} CUDA GPUs were found", hint="use --device cpu, or run `culet doctor`"
-        )
+        problem = f"device: got {name!r}, but {_describe_found(count)}"
+        raise ConfigError(problem, hint="use --device cpu, or run `culet doctor`")
     return torch.device("cuda", int(index or 0))
 
 
@@ -125,9 +126,15 @@ def _resolve_rank_device(name: str, rank: Rank, num_gpus: int) -> torch.device:
         problem = f"device: got {name!r}, but {rank.size} ranks use the first {rank.size} GPUs"
         raise ConfigError(problem, hint="use --device cuda, and choose GPUs with CUDA_VISIBLE_DEVICES")
     if rank.size > num_gpus and not (num_gpus and may_overlap()):
-        problem = f"tensor-parallel-size: got {rank.size}, but {num_gpus} CUDA GPUs were found"
+        problem = f"tensor-parallel-size: got {rank.size}, but {_describe_found(num_gpus)}"
         raise ConfigError(problem, hint="use fewer ranks, or --device cpu")
     return torch.device("cuda", rank.index % num_gpus)
+
+
+def _describe_found(num_gpus: int) -> str:
+    """Say how many GPUs were found, and among which. An engine of several looks only at the GPUs that it was given."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f"{num_gpus} CUDA GPUs were found" + ("" if named is None else f" (CUDA_VISIBLE_DEVICES={named})")
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from culet.config import Config
 from culet.engine.drafting import PROBE_PROMPT, TIMED_SEQS, ReadBytes, draft_policy, run_probe
@@ -61,11 +61,16 @@ class EngineParts:
 
 
 def build_parts(
-    config: Config, *, progress: bool = True, make_worker: MakeWorker | None = None, rank_limit_s: float = Limits.step_s
+    config: Config,
+    *,
+    progress: bool = True,
+    make_worker: MakeWorker | None = None,
+    rank_limit_s: float = Limits.step_s,
+    num_engines: int = 1,
 ) -> EngineParts:
     """Load the model, size the KV cache, and make the scheduler and the runner, or the worker that `make_worker` makes."""
     times = StartTimes()
-    setup = resolve(config)
+    setup = replace(resolve(config), num_engines=num_engines)
     tokenizer = open_tokenizer(setup)
     # Models without per-layer embeddings were trained to start with an empty thought if they answer without thinking.
     control_tokens = () if config.model.allow_control_tokens else tokenizer.control_tokens

@@ -310,7 +310,7 @@ def _cpu_slabs(setup: Setup) -> int:
         chunk=schedule.max_num_batched_tokens,
         max_position=setup.spec.max_position,
         wanted_len=setup.config.model.max_model_len,
-        num_ranks=setup.rank.size,
+        num_caches=setup.rank.size * setup.num_engines,
     )
 
 

@@ -12,7 +12,7 @@ from culet.config import Config, ServeConfig
 from culet.errors import CuletError, WorkerDied
 from culet.limits import Limits
 from culet.log import logger
-from culet.serve.engines.placement import environments
+from culet.serve.engines.placement import places
 from culet.serve.engines.routing import Candidate, ranked
 from culet.serve.engines.supervised import SupervisedEngine
 from culet.serve.engines.totals import total
@@ -64,20 +64,21 @@ class Engines:
         self.on_exit: Callable[[CuletError], None] = lambda error: None
         self._num_submitted = 0
         self.parts: list[SupervisedEngine] = []
-        for rank, environment in enumerate(environments(config, size)):
+        for rank, place in enumerate(places(config, size)):
             name = "the engine" if size == 1 else f"engine {rank}"
             start = Start(
-                config,
+                place.config,
                 log_level,
                 settings.log_format,
                 script,
                 rank=rank,
                 name=name,
+                num_engines=size,
                 reports_prefixes=size > 1,
                 kv_events=settings.kv_events_config,
                 step_s=limits.step_s,
             )
-            engine = SupervisedEngine(start, settings, limits, environment=environment)
+            engine = SupervisedEngine(start, settings, limits, environment=place.environment)
             engine.on_give_up = partial(self._on_give_up, engine)
             self.parts.append(engine)
 

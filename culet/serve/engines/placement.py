@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from culet.config import Config
@@ -13,14 +14,23 @@ _GPUS = Path("/proc/driver/nvidia/gpus")  # has one folder per GPU
 _THREADS, _VISIBLE = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 
 
-def environments(config: Config, num_engines: int, inherited: Mapping[str, str] = os.environ) -> list[dict[str, str]]:
-    """Return the variables that each engine's environment gets in addition. A single engine gets none."""
+@dataclass(frozen=True)
+class Place:
+    """Where an engine runs."""
+
+    config: Config
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables that it gets in addition
+
+
+def places(config: Config, num_engines: int, inherited: Mapping[str, str] = os.environ) -> list[Place]:
+    """Return the place of each engine. A single engine chooses for itself."""
     if num_engines == 1:
-        return [{}]
+        return [Place(config)]
     device = config.model.device
     gpus = [] if device == "cpu" else visible_gpus(inherited)
-    if not gpus:
-        return [{} if _THREADS in inherited else {_THREADS: str(max(1, _num_cores() // num_engines))}] * num_engines
+    if not gpus and not device.startswith("cuda"):
+        threads = {} if _THREADS in inherited else {_THREADS: str(max(1, _num_cores() // num_engines))}
+        return [Place(config, threads)] * num_engines
     if device.startswith("cuda:"):
         raise ConfigError(
             f"data-parallel-size: got {num_engines} engines, but --device {device} names a single GPU",
@@ -31,9 +41,11 @@ def environments(config: Config, num_engines: int, inherited: Mapping[str, str] 
         raise ConfigError(
             f"data-parallel-size: {num_engines} engines with {size} GPUs each need {num_engines * size} GPUs, "
             f"but {len(gpus)} were found",
-            hint="use fewer engines, or --device cpu",
+            hint=f"use fewer engines, or --device cpu, or name the GPUs in {_VISIBLE}",
         )
-    return [{_VISIBLE: ",".join(gpus[index * size : (index + 1) * size])} for index in range(num_engines)]
+    # With `auto`, an engine whose GPU cannot be used would go on with the CPU.
+    config = replace(config, model=replace(config.model, device="cuda"), given=config.given | {"device"})
+    return [Place(config, {_VISIBLE: ",".join(gpus[index * size : (index + 1) * size])}) for index in range(num_engines)]
 
 
 def visible_gpus(inherited: Mapping[str, str] = os.environ, folder: Path = _GPUS) -> list[str]:

@@ -283,7 +283,8 @@ def start_engine(start: Start) -> tuple[SteppedEngine, Ready]:
     from culet.engine.engine import Engine
     from culet.engine.memory import most_tokens
 
-    engine = Engine(start.config, rank_limit_s=max(start.step_s, _LEAST_RANK_LIMIT_S))
+    rank_limit_s = max(start.step_s, _LEAST_RANK_LIMIT_S)
+    engine = Engine(start.config, rank_limit_s=rank_limit_s, num_engines=start.num_engines)
     _warm_up(engine, engine.rules)
     engine.prepare_grammars()
     layout, plan, schedule = engine.layout, engine.plan, engine.config.schedule

@@ -44,6 +44,7 @@ class Start(Struct, tag="start", frozen=True):
     script: Script | None = None
     rank: int = 0  # which of several engines this is
     name: str = "the engine"  # in the log and in errors
+    num_engines: int = 1  # on this machine, which share its memory
     reports_prefixes: bool = False  # send PrefixChanges
     kv_events: str | None = None  # see `kv_events.py`
     step_s: float = Limits.step_s  # for one step of the engine before it counts as dead

@@ -13,10 +13,14 @@ import torch
 from culet.config import build_config
 from culet.engine.engine import Engine
 from culet.engine.resolve import resolve
+from culet.engine.start import worker
 from culet.engine.start.parts import EngineParts, build_parts
 from culet.errors import ConfigError
 from culet.kernels.compiling import CompileCount
+from culet.parallel.rank import Rank
 from culet.runner.worker import ProcessWorker
+from culet.serve.process.engine import start_engine
+from culet.serve.process.wire import Start
 from culet.testing.tiny import write_checkpoint
 from culet.types import SamplingParams, StepPlan, StepResult, StructuredOutputs
 
@@ -171,6 +175,28 @@ def test_a_worker_elsewhere_needs_a_cache_size(settings: dict[str, Any], monkeyp
     with pytest.raises(ConfigError, match="can only be measured") as caught:
         build_parts(build_config(settings), make_worker=lambda num_slabs, max_model_len: pytest.fail("not reached"))
     assert caught.value.hint == "set --kv-cache-memory-bytes"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_engines_share_the_memory(
+    settings: dict[str, Any],
+    parts: EngineParts,
+    num_ranks: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """On a CPU, the caches of all engines take a quarter of the free memory together, and so do those of their ranks."""
+    slab_bytes = parts.setup.layout.slab_bytes
+    monkeypatch.setattr("culet.engine.memory.free_cpu_memory", lambda: 4 * 60 * slab_bytes)
+    setup = replace(parts.setup, rank=Rank(0, num_ranks), config=build_config({"device": "cpu"}))
+    with caplog.at_level("INFO", logger="culet"):
+        assert worker._planned_slabs(setup) == 60 // num_ranks
+        assert worker._planned_slabs(replace(setup, num_engines=2)) == 30 // num_ranks
+    assert f"a quarter of the free memory, divided by {2 * num_ranks}" in caplog.text
+    if num_ranks == 1:
+        config = build_config({"model": settings["model"], "device": "cpu"})
+        num_pages = [start_engine(Start(config, num_engines=count))[1].num_pages for count in (1, 2)]
+        assert num_pages == [60, 30]
 
 
 def test_a_setup_is_resolved_before_anything_is_loaded(settings: dict[str, Any]) -> None:

@@ -262,7 +262,7 @@ def test_ranks_that_start_may_be_silent_for_a_minute(step_s: int, limit_s: float
     """However short the limit for a step is: they import libraries."""
     limits: list[float] = []
 
-    def make(config: Config, *, rank_limit_s: float) -> None:
+    def make(config: Config, *, rank_limit_s: float, num_engines: int) -> None:
         limits.append(rank_limit_s)
         raise WorkerDied("no rank")
 

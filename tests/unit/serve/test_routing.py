@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from culet.cache.changes import PointStored
 from culet.cache.content import UNIT, PrefixContent
 from culet.cache.mirror import Overlap, PrefixMirror
 from culet.cache.prefix import PrefixCache
-from culet.config import Config, ModelConfig, ParallelConfig
+from culet.config import Config, ModelConfig, ParallelConfig, build_config
+from culet.engine.resolve import given_settings, resolve_device
 from culet.errors import ConfigError
 from culet.scheduler.stats import Counters, SchedulerStats
-from culet.serve.engines.placement import environments, visible_gpus
+from culet.serve.engines.placement import places, visible_gpus
 from culet.serve.engines.routing import Candidate, ranked
 from culet.serve.engines.totals import total
 from culet.serve.process.wire import Stats
@@ -120,6 +122,10 @@ def test_the_router_compares_media() -> None:
     assert mirror.find(prompt, PrefixContent("", spans[1:])) == Overlap(20, 20)
 
 
+def environments(config: Config, num_engines: int, inherited: Mapping[str, str]) -> list[Mapping[str, str]]:
+    return [place.environment for place in places(config, num_engines, inherited)]
+
+
 def test_each_engine_gets_its_gpus() -> None:
     config = Config()
     assert environments(config, 1, {}) == [{}]
@@ -138,6 +144,22 @@ def test_each_engine_gets_its_gpus() -> None:
         environments(config, 4, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
     with pytest.raises(ConfigError, match="names a single GPU"):
         environments(Config(model=ModelConfig(device="cuda:1")), 2, {"CUDA_VISIBLE_DEVICES": "0,1"})
+    with pytest.raises(ConfigError, match="2 engines with 1 GPUs each need 2 GPUs, but 0 were found"):
+        environments(Config(model=ModelConfig(device="cuda")), 2, {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_an_engine_with_a_gpu_does_not_go_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs on its GPU or fails, and so do its ranks, which get the settings that were given."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for place in places(build_config({}), 2, {"CUDA_VISIBLE_DEVICES": "4,GPU-9"}):
+        assert given_settings(place.config) == {"device": "cuda"}
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", place.environment["CUDA_VISIBLE_DEVICES"])
+        with pytest.raises(ConfigError) as caught:
+            resolve_device(place.config.model.device)
+        named = place.environment["CUDA_VISIBLE_DEVICES"]
+        assert caught.value.message == f"device: got 'cuda', but 0 CUDA GPUs were found (CUDA_VISIBLE_DEVICES={named})"
+    assert [place.config for place in places(build_config({}), 2, {"CUDA_VISIBLE_DEVICES": ""})] == [build_config({})] * 2
+    assert places(build_config({}), 1, {"CUDA_VISIBLE_DEVICES": "4"})[0].config == build_config({})
 
 
 def test_on_a_cpu_engines_share_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:

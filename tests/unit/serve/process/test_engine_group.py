@@ -9,7 +9,7 @@ import pytest
 
 from culet.cache.changes import PointStored
 from culet.cache.content import UNIT
-from culet.config import Config, ServeConfig
+from culet.config import Config, ServeConfig, build_config
 from culet.errors import ConfigError, CuletError, WorkerDied
 from culet.limits import Limits
 from culet.serve.engines import supervised as module
@@ -81,6 +81,15 @@ def test_one_engine_that_fails_ends_the_start(monkeypatch: pytest.MonkeyPatch) -
     engines = Engines(Config(), ServeConfig(data_parallel_size=2), Limits())
     with pytest.raises(ConfigError, match="engine 1 is wrong"):
         asyncio.run(asyncio.wait_for(engines.start(), 60))
+
+
+def test_engines_know_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in (1, 3):
+        engines = Engines(build_config({"device": "cpu"}), ServeConfig(data_parallel_size=size), Limits())
+        assert [(part._start.rank, part._start.num_engines) for part in engines.parts] == [(rank, size) for rank in range(size)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    engines = Engines(Config(), ServeConfig(data_parallel_size=2), Limits())
+    assert [part._start.config.model.device for part in engines.parts] == ["cuda", "cuda"]
 
 
 def test_a_restart_that_hangs_is_noticed(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
