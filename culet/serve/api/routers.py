@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -11,6 +12,7 @@ from culet import __version__
 from culet.serve.api.endpoint import Endpoint, json_response
 from culet.serve.process.wire import Stats
 from culet.serve.service import Service, public_name
+from culet.types import Request as Submitted
 
 
 async def server_info(service: Service, request: Request) -> Response:
@@ -45,9 +47,13 @@ async def get_load(service: Service, request: Request) -> Response:
 
     `num_tokens` counts the tokens of running and waiting sequences: their prompts, cached or not, and their answers so far.
     `load` is what older routers read, the number of requests. As in the other fields, each sample counts as one.
+
+    An engine that is restarted has no report, but the requests that wait for it count. Otherwise its server would seem to have
+    less to do than others. One that is given up has no requests.
     """
     service.require_ready()
-    loads = [_load(rank, part.stats) for rank, part in enumerate(service.engines.parts) if part.is_ready]
+    parts = [(rank, part) for rank, part in enumerate(service.engines.parts) if not part.is_given_up]
+    loads = [_load(rank, part.stats) if part.is_ready else _load_of_waiting(rank, part.unfinished) for rank, part in parts]
     return json_response(loads)
 
 
@@ -64,18 +70,35 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 def _load(rank: int, stats: Stats | None) -> dict[str, Any]:
-    now = None if stats is None else stats.scheduler
-    num_running, num_waiting = (0, 0) if now is None else (now.num_running, now.num_waiting)
-    num_used = 0 if now is None else now.num_pages - now.num_free_pages - now.num_resume_point_pages
+    """Describe a ready engine, which has sent no report in its first moment."""
+    if stats is None:
+        return _load_of_waiting(rank, [])
+    now = stats.scheduler
+    num_used = now.num_pages - now.num_free_pages - now.num_resume_point_pages
     return {
         "dp_rank": rank,
-        "load": num_running + num_waiting,
-        "num_tokens": 0 if now is None else now.num_tokens,
-        "num_reqs": num_running + num_waiting,
-        "num_running_reqs": num_running,
-        "num_waiting_reqs": num_waiting,
+        "load": now.num_running + now.num_waiting,
+        "num_tokens": now.num_tokens,
+        "num_reqs": now.num_running + now.num_waiting,
+        "num_running_reqs": now.num_running,
+        "num_waiting_reqs": now.num_waiting,
         "num_pages_used": num_used,
-        "token_usage": num_used / max(1, 0 if now is None else now.num_pages),
+        "token_usage": num_used / max(1, now.num_pages),
+    }
+
+
+def _load_of_waiting(rank: int, requests: Sequence[Submitted]) -> dict[str, Any]:
+    """Describe an engine in which no request runs yet."""
+    num_waiting = sum(request.n for request in requests)
+    return {
+        "dp_rank": rank,
+        "load": num_waiting,
+        "num_tokens": sum(request.n * len(request.prompt_token_ids) for request in requests),
+        "num_reqs": num_waiting,
+        "num_running_reqs": 0,
+        "num_waiting_reqs": num_waiting,
+        "num_pages_used": 0,
+        "token_usage": 0.0,
     }
 
 

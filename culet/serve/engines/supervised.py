@@ -17,6 +17,7 @@ from culet.log import logger
 from culet.serve.process import watchdog
 from culet.serve.process.client import EngineClient, State
 from culet.serve.process.wire import Ready, Start, Stats
+from culet.types import Request
 
 _FIRST_PAUSE_S = 1.0  # before a restart; each further restart within the window waits twice as long
 _MAX_PAUSE_S = 30.0
@@ -75,6 +76,11 @@ class SupervisedEngine:
     @property
     def num_in_flight(self) -> int:
         return 0 if self._client is None else self._client.num_in_flight
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """The requests whose answers have not ended. While the engine is restarted, they wait for it."""
+        return [] if self._client is None else self._client.unfinished
 
     @property
     def health(self) -> str:

@@ -206,6 +206,11 @@ class EngineClient(asyncio.Protocol):
         """Whether the engine has something to do."""
         return any(not stream.is_done for stream in self._streams.values())
 
+    @property
+    def unfinished(self) -> list[Request]:
+        """The requests whose answers have not ended."""
+        return [stream.request for stream in self._streams.values() if not stream.is_done]
+
     @staticmethod
     def next_id() -> str:
         """Return an id for the next request."""

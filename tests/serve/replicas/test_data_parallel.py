@@ -204,6 +204,28 @@ def test_routers_learn_about_the_load(scripted: Callable[..., Running]) -> None:
         wait_for(lambda: (load()["num_tokens"], load()["load"]) == (0, 0), what="the last report")
 
 
+def test_the_load_of_an_engine_that_is_restarted(scripted: Callable[..., Running]) -> None:
+    """Its requests wait for it, so its server does not seem to have less to do. One that is given up has none."""
+    settings = {"data_parallel_size": 2, "max_engine_restarts": 1}
+    with scripted(step_s=0.05, settings=settings) as server, ThreadPoolExecutor(2) as pool:
+        body = {"prompt": [5] * 300, "max_tokens": 100, "ignore_eos": True, "n": 2}
+        answers = [pool.submit(server.http.post, "/v1/completions", json=body) for _ in range(2)]
+
+        def loads(*names: str) -> list[tuple[int, ...]]:
+            return sorted(tuple(load[name] for name in names) for load in server.http.get("/get_load").json())
+
+        counts = ("num_running_reqs", "num_waiting_reqs", "num_reqs", "load")
+        wait_for(lambda: loads(*counts) == [(2, 0, 2, 2)] * 2, what="both requests")
+        first, second = server.engine_ids()
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: loads(*counts, "num_tokens")[0] == (0, 2, 2, 2, 600), what="the request that waits")
+        assert loads("dp_rank") == [(0,), (1,)]
+        assert [answer.result().status_code for answer in answers] == [200, 200]
+        [restarted] = set(server.engine_ids()) - {second}
+        os.kill(restarted, signal.SIGKILL)
+        wait_for(lambda: len(loads()) == 1, what="the engine to be given up")
+
+
 def test_subscribers_learn_that_an_engine_died(folder: Path) -> None:
     """Kill an engine that has published blocks. A subscriber that stays hears that they are gone, with higher numbers."""
     port = free_port()
