@@ -37,8 +37,9 @@ def warmup(source: str | None, **options: Any) -> None:
             hint="run `culet doctor` to list the devices",
         )
     engine = Engine(config)
-    seconds = engine.start_times.parts.get("kernels", 0.0)
+    seconds = engine.start_times.parts.get("kernels")  # None with ranks, which do not report it
     if engine.kernels_compiled:
-        click.echo(f"{engine.kernels_compiled} kernels compiled in {seconds:.1f} s and stored in {cache_folder()}")
+        duration = "" if seconds is None else f" in {seconds:.1f} s"
+        click.echo(f"{engine.kernels_compiled} kernels compiled{duration} and stored in {cache_folder()}")
     else:
         click.echo(f"nothing to compile: all kernels are already in {cache_folder()}")

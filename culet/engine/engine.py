@@ -57,8 +57,8 @@ class Engine:
         self._max_in_flight = setup.max_in_flight
         finish_start(parts, self.add, self.step)
         self.start_times = parts.times
-        self.kernels_compiled = parts.num_compiled
-        self._compile_count = parts.compile_count
+        count = parts.worker.compile_count
+        self.kernels_compiled = 0 if count is None else count.compiled  # during the start
 
     @property
     def layout(self) -> CacheLayout:
@@ -121,12 +121,12 @@ class Engine:
 
     def stats(self) -> SchedulerStats:
         """Return the scheduler's counts and the device's seconds since startup."""
-        seconds = self._worker.device_seconds()
+        seconds, count = self._worker.device_seconds(), self._worker.compile_count
         return replace(
             self._scheduler.stats(),
             verify_seconds=seconds.get("verify", 0.0),
             draft_seconds=seconds.get("draft", 0.0),
-            kernels_compiled=0 if self._compile_count is None else self._compile_count.while_serving,
+            kernels_compiled=0 if count is None else count.while_serving,
         )
 
     def step(self) -> list[TokenDelta]:

@@ -15,7 +15,7 @@ import torch
 from culet.attention.base import AttentionBackend
 from culet.attention.plan import AttentionPlan, heads_of_rank, plan_attention
 from culet.cache.spec import CacheLayout, plan_cache, share_among, stored_as
-from culet.config import Config, ScheduleConfig, config_fields
+from culet.config import NCCL, Config, ScheduleConfig, config_fields
 from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.engine.memory import cpu_has_bfloat16
 from culet.errors import ConfigError
@@ -76,6 +76,7 @@ def resolve(config: Config, rank_index: int = 0) -> Setup:
     rank = Rank(rank_index, config.parallel.tensor_parallel_size)
     check_shares(spec, checkpoint.config, config.model.quantization, rank.size)
     device = resolve_device(config.model.device, rank)
+    _check_all_reduce(config.parallel.all_reduce, device, rank)
     dtype = resolve_dtype(config.model.dtype, device)
     _check_max_model_len(config.model.max_model_len, spec.max_position)
     choice = config.draft.choice
@@ -135,6 +136,12 @@ def _describe_found(num_gpus: int) -> str:
     """Say how many GPUs were found, and among which. An engine of several looks only at the GPUs that it was given."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return f"{num_gpus} CUDA GPUs were found" + ("" if named is None else f" (CUDA_VISIBLE_DEVICES={named})")
+
+
+def _check_all_reduce(wanted: str, device: torch.device, rank: Rank) -> None:
+    if wanted == NCCL and device.type == "cpu" and rank.size > 1:
+        hint = "omit --all-reduce, because ranks on a CPU always add by gloo, or use --device cuda"
+        raise ConfigError(f"all-reduce: got {wanted}, which needs GPUs, but the device is a CPU", hint=hint)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -34,6 +34,7 @@ from culet.attention.base import AttentionBackend
 from culet.cache.pool import Pool
 from culet.drafters.base import ABSTAINED, Drafter
 from culet.kernels.captures import Captures, step_stream
+from culet.kernels.compiling import CompileCount
 from culet.kernels.host_transfer import HostCopy, on_device
 from culet.models.gemma4 import Gemma4
 from culet.models.pieces import DIRECT
@@ -71,6 +72,7 @@ class Runner:
         max_num_seqs: int,
         max_model_len: int,
         drafter: Drafter | None = None,
+        compile_count: CompileCount | None = None,
     ) -> None:
         device = model.device
         # A step may be planned before it is known that the sequence has ended, so a slot has room for one more token.
@@ -81,7 +83,7 @@ class Runner:
         self.accepted_S = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._entries: list[Entry | None] = [None] * max_num_seqs  # by slot
 
-        self.pool, self.drafter = pool, drafter
+        self.pool, self.drafter, self.compile_count = pool, drafter, compile_count
         self.deferred: DeferredKV | None = None
         if drafter is not None:
             sizes = max_num_seqs + 1, model.spec.hidden_size, model.dtype
@@ -200,6 +202,11 @@ class Runner:
     def device_seconds(self) -> Mapping[str, float]:
         """Return how many seconds the device has spent on verifying and on proposing drafts since the start."""
         return {name: self.clock.seconds(name) for name in ("verify", "draft")}
+
+    def begin_serving(self) -> None:
+        """From now on, warn about every kernel that is compiled."""
+        if self.compile_count is not None:
+            self.compile_count.begin_serving()
 
     @property
     def descriptors(self) -> Sequence[int]:

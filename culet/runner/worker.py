@@ -33,6 +33,7 @@ from msgspec import Struct
 from culet.child import exit_error, start_bound_process
 from culet.errors import CuletError, WorkerDied, error_of
 from culet.frames import LENGTH_BYTES, FrameReader, frame, frame_length
+from culet.kernels.compiling import CompileCount
 from culet.limits import Limits
 from culet.parallel.progress import Progress
 from culet.types import StepPlan, StepResult
@@ -70,6 +71,13 @@ class Worker(Protocol):
         """Return the seconds that the device has spent verifying (`verify`) and proposing (`draft`) drafts since the start."""
 
     @property
+    def compile_count(self) -> CompileCount | None:
+        """The kernels that were compiled and found since the start. None on a CPU."""
+
+    def begin_serving(self) -> None:
+        """Note that the startup has ended, so that a step waits for every kernel that is compiled from now on."""
+
+    @property
     def descriptors(self) -> Sequence[int]:
         """The file descriptors that can be read as soon as a process of the worker has ended. Call `check` then."""
 
@@ -94,6 +102,10 @@ class RunStep(Struct, tag="step", frozen=True):
     plan: StepPlan
 
 
+class BeginServing(Struct, tag="serving", frozen=True):
+    """The startup has ended."""
+
+
 class Building(Struct, tag="building", frozen=True):
     """A sign of life from a process that is still building its Runner."""
 
@@ -104,11 +116,13 @@ class Built(Struct, tag="built", frozen=True):
     """The Runner is ready for plans."""
 
     num_slabs: int
+    compile_count: CompileCount | None
 
 
 class StepDone(Struct, tag="result", frozen=True):
     result: StepResult
     device_seconds: dict[str, float]
+    compile_count: CompileCount | None = None  # if it has changed since the last report
 
 
 class WorkerFailed(Struct, tag="failed", frozen=True):
@@ -123,7 +137,7 @@ class WorkerFailed(Struct, tag="failed", frozen=True):
         return error_of(self.kind, self.message, self.hint)
 
 
-Command = Build | RunStep
+Command = Build | RunStep | BeginServing
 Report = Building | Built | StepDone | WorkerFailed
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
@@ -165,6 +179,7 @@ class _RankProcess:
         self.reports: deque[Report] = deque()  # oldest first, without signs of life
         self.silent_s = 0.0  # how long this process has waited for its next report or sign of life
         self.progress = Progress()  # of its build
+        self.compile_count: CompileCount | None = None
         self._frames = FrameReader(report_decoder)
 
     def receive(self) -> None:
@@ -176,8 +191,10 @@ class _RankProcess:
         for report in self._frames.push(data):
             if isinstance(report, Building):
                 self.progress = report.progress
-            else:
-                self.reports.append(report)
+                continue
+            self.reports.append(report)
+            if isinstance(report, Built | StepDone) and report.compile_count is not None:
+                self.compile_count = report.compile_count
 
 
 class ProcessWorker:
@@ -232,9 +249,7 @@ class ProcessWorker:
 
     def launch(self, plan: StepPlan) -> _RemoteStep:
         """Send a plan to every process."""
-        message = frame(RunStep(plan))
-        for rank in self._ranks:
-            self._send(rank, message)
+        self._send_all(RunStep(plan))
         step = _RemoteStep(self)
         self._in_flight.append(step)
         return step
@@ -242,6 +257,16 @@ class ProcessWorker:
     def device_seconds(self) -> Mapping[str, float]:
         """Return the seconds of the first rank as of its last result."""
         return self._device_seconds
+
+    @property
+    def compile_count(self) -> CompileCount | None:
+        """The count of the rank that compiled most. Ranks run the same kernels, and find on disk what another one compiled."""
+        counts = [rank.compile_count for rank in self._ranks if rank.compile_count is not None]
+        return max(counts, key=lambda count: (count.while_serving, count.compiled), default=None)
+
+    def begin_serving(self) -> None:
+        """Tell every process."""
+        self._send_all(BeginServing())
 
     @property
     def descriptors(self) -> Sequence[int]:
@@ -273,6 +298,11 @@ class ProcessWorker:
         differing = next((index for index, tokens in enumerate(drawn) if tokens != drawn[0]), None)
         if differing is not None:
             raise self._death(f"ranks 0 and {differing} drew different tokens", "this is a bug: please report it")
+
+    def _send_all(self, command: Command) -> None:
+        message = frame(command)
+        for rank in self._ranks:
+            self._send(rank, message)
 
     def _send(self, rank: _RankProcess, message: bytearray) -> None:
         try:

@@ -16,15 +16,19 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from msgspec import structs
 
 from culet import registry
 from culet.child import end_with_connection, end_with_parent
 from culet.errors import CuletError, as_culet_error, error_parts
+from culet.kernels.compiling import CompileCount
 from culet.log import logger
 from culet.parallel.progress import progress
 from culet.runner.worker import (
     SIGN_PERIOD_S,
+    BeginServing,
     Build,
     Building,
     Built,
@@ -73,7 +77,7 @@ def main(descriptor: int) -> None:
         except Exception as error:
             send_message(connection, _failed(error))
             return
-        send_message(connection, Built(worker.num_slabs))
+        send_message(connection, Built(worker.num_slabs, worker.compile_count))
         _run(connection, worker)
 
 
@@ -98,10 +102,14 @@ def _signs_of_life(connection: socket.socket) -> Iterator[None]:
 
 def _run(connection: socket.socket, worker: Worker) -> None:
     launched: queue.SimpleQueue[_Launched] = queue.SimpleQueue()
-    threading.Thread(target=_send_reports, args=(connection, launched), daemon=True).start()
+    arguments = connection, launched, worker
+    threading.Thread(target=_send_reports, args=arguments, daemon=True).start()
     while True:
         command = command_decoder.decode(receive_message(connection))
-        assert isinstance(command, RunStep), "every later message must be a plan"
+        if isinstance(command, BeginServing):
+            worker.begin_serving()
+            continue
+        assert isinstance(command, RunStep), "there is only one process to build"
         step: LaunchedStep | Exception
         try:
             step = worker.launch(command.plan)
@@ -117,11 +125,17 @@ def _failed(error: Exception) -> WorkerFailed:
     return WorkerFailed(*error_parts(as_culet_error(error)))
 
 
-def _send_reports(connection: socket.socket, launched: queue.SimpleQueue[_Launched]) -> None:
-    """Send the result of each step in order."""
+def _send_reports(connection: socket.socket, launched: queue.SimpleQueue[_Launched], worker: Worker) -> None:
+    """Send the result of each step in order, and the count of compiled kernels when it has changed."""
+    sent: CompileCount | None = None
     try:
         while True:
-            send_message(connection, launched.get().report())
+            report = launched.get().report()
+            count = worker.compile_count
+            if isinstance(report, StepDone) and count is not None and count != sent:
+                sent = replace(count)  # `count` itself goes on
+                report = structs.replace(report, compile_count=sent)
+            send_message(connection, report)
     except OSError:
         os._exit(0)  # the other side is gone
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from culet.errors import ConfigError
+from culet.kernels.compiling import CompileCount
 from culet.parallel.progress import begin, mark_progress
 from culet.types import Drawn, StepPlan, StepResult
 
@@ -18,13 +19,18 @@ class FakeRank:
 
     num_slabs = 7
 
-    def __init__(self, index: int, size: int, folder: Path, odd_step: int) -> None:
-        self.index, self.size, self.folder, self.odd_step = index, size, folder, odd_step
+    def __init__(self, index: int, size: int, folder: Path, odd_step: int, compile_step: int) -> None:
+        self.index, self.size, self.folder = index, size, folder
+        self.odd_step, self.compile_step = odd_step, compile_step
+        self.compile_count = CompileCount(compiled=4 + 2 * index, found=9)
 
     def launch(self, plan: StepPlan) -> FakeStep:
         (self.folder / f"{plan.step_id}.{self.index}").touch()
         if plan.step_id < 0 and self.index == 1:
             raise ValueError("a bad step")
+        if plan.step_id == self.compile_step and self.index == 0:
+            self.compile_count.compiled += 1
+            self.compile_count.while_serving += self.compile_count.is_serving
         while not all((self.folder / f"{plan.step_id}.{index}").exists() for index in range(self.size)):
             time.sleep(0.005)
         token = plan.step_id + (self.index if plan.step_id == self.odd_step else 0)
@@ -32,6 +38,9 @@ class FakeRank:
 
     def device_seconds(self) -> Mapping[str, float]:
         return {"verify": float(self.index), "draft": 0.0}
+
+    def begin_serving(self) -> None:
+        self.compile_count.begin_serving()
 
     descriptors = ()
 
@@ -50,9 +59,11 @@ class FakeStep:
         return self._result
 
 
-def build(folder: str, rank_index: int, meeting_file: str, size: int = 2, odd_step: int = -1) -> FakeRank:
+def build(
+    folder: str, rank_index: int, meeting_file: str, size: int = 2, odd_step: int = -1, compile_step: int = -1
+) -> FakeRank:
     assert Path(meeting_file).parent.is_dir()
-    return FakeRank(rank_index, size, Path(folder), odd_step)
+    return FakeRank(rank_index, size, Path(folder), odd_step, compile_step)
 
 
 def build_slowly(folder: str, rank_index: int, meeting_file: str, build_s: float) -> FakeRank:

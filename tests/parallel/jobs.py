@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,14 +16,17 @@ from torch import Tensor
 from culet.config import build_config
 from culet.engine.engine import Engine
 from culet.engine.resolve import resolve
+from culet.engine.start import worker
 from culet.engine.start.worker import build_in_group
+from culet.kernels.compiling import CompileCount
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
 from culet.parallel.group import RankGroup
+from culet.runner.runner import Runner
 from culet.scheduler.stats import Counters
 from culet.testing.tiny import write_checkpoint
-from culet.types import FinishReason, SamplingParams
+from culet.types import FinishReason, SamplingParams, StepPlan
 from tests.models.harness import Harness
 
 CPU = torch.device("cpu")
@@ -124,6 +129,31 @@ def small_cache(settings: Mapping[str, Any], num_more: int) -> int:
     """Return the bytes of a cache for four sequences of one page per group, and a few more pages when they grow."""
     layout = resolve(build_config({"device": "cpu", **settings})).layout
     return (4 * len(layout.groups) + num_more) * layout.slab_bytes
+
+
+def build_compiling(rank_index: int, **arguments: Any) -> Runner:
+    """Build a rank that counts kernels as on a GPU: 5 or 6 during the start, and the last rank one more in each step."""
+    count = CompileCount(compiled=5 + rank_index)
+    worker._prepare_device = lambda setup: worker._PreparedDevice(0, count)
+    runner = worker.build_rank(rank_index=rank_index, **arguments)
+
+    def launch(plan: StepPlan) -> Any:
+        if rank_index == 1:
+            kernel, times = SimpleNamespace(hash=lambda: "", name="kernel"), SimpleNamespace(total=1e6)
+            count.listen(src=kernel, times=times, cache_hit=False)
+        return Runner.launch(runner, plan)
+
+    runner.launch = launch  # type: ignore[method-assign, assignment]
+    return runner
+
+
+def build_odd(odd: str, folders: Sequence[str], settings: dict[str, Any], rank_index: int, **arguments: Any) -> Runner:
+    """Build a rank in its own folder. Rank 1 has another setting or version if it is to be `odd`."""
+    os.chdir(folders[rank_index])
+    if rank_index == 1:
+        settings |= {"enable_prefix_caching": False} if odd == "setting" else {}
+        worker.__version__ = "0.0.0" if odd == "version" else worker.__version__
+    return worker.build_rank(settings=settings, rank_index=rank_index, **arguments)
 
 
 def differing_facts(group: RankGroup, facts: Sequence[Mapping[str, object]]) -> str:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from culet.config import build_config
 from culet.engine.engine import Engine
+from culet.engine.resolve import given_settings, resolve
+from culet.engine.start import worker
 from culet.errors import ConfigError
+from culet.parallel.group import RankGroup
+from culet.parallel.rank import ONLY_RANK
+from culet.parallel.reduce.choice import LIBRARY_ALONE
 from culet.runner.worker import ProcessWorker
 from culet.types import FinishReason, GrammarSpec, SamplingParams
 from tests.parallel.jobs import prompt
@@ -68,6 +77,87 @@ def test_one_scheduler_for_two_ranks(model_of: Callable[[str], str]) -> None:
         assert counters.drafted_tokens > 0
     finally:
         engine.close()
+
+
+def test_kernels_that_ranks_compile(
+    model_of: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine counts them as its own."""
+    made = partial(ProcessWorker, "tests.parallel.jobs:build_compiling")
+    monkeypatch.setattr("culet.engine.start.worker.ProcessWorker", lambda builder, **arguments: made(**arguments))
+    config = build_config({"model": model_of("12B"), "device": "cpu", "max_model_len": 512, "tensor_parallel_size": 2})
+    with caplog.at_level("INFO", logger="culet"):
+        engine = Engine(config, progress=False)
+    try:
+        assert "(6 kernels compiled, 0 found on disk)" in caplog.text
+        assert (engine.kernels_compiled, engine.stats().kernels_compiled) == (6, 0)
+        engine.add(engine.rules.make_request("a", prompt(9), SamplingParams(max_tokens=3, ignore_eos=True)))
+        while engine.has_work:
+            engine.step()
+        assert engine.stats().kernels_compiled == engine.stats().counters.steps == 3
+        assert engine.kernels_compiled == 6
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("odd", "fact"),
+    [
+        ("setting", "--enable-prefix-caching"),
+        ("version", "the version of culet"),
+        ("config.json", "the model's config.json"),
+        ("files", "the list of the model's files"),
+    ],
+)
+def test_ranks_that_differ(model_of: Callable[[str], str], tmp_path: Path, odd: str, fact: str) -> None:
+    """They find out before they load the model."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        shutil.copytree(model_of("12B"), folder / "model")
+    if odd == "config.json":
+        file = folders[1] / "model/config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "note": "changed"}))
+    if odd == "files":
+        with (folders[1] / "model/model.safetensors").open("ab") as weights:
+            weights.write(b" ")
+    config = build_config({"model": "./model", "device": "cpu", "tensor_parallel_size": 2, "max_model_len": 128})
+    given = {"settings": given_settings(config), "num_slabs": 50, "reductions": asdict(LIBRARY_ALONE)}
+    with pytest.raises(ConfigError, match=f"^{fact} differs between ranks: rank 0 has .*, but rank 1 has ") as caught:
+        ProcessWorker("tests.parallel.jobs:build_odd", num_ranks=2, odd=odd, folders=list(map(str, folders)), **given)
+    assert caught.value.hint == "start all ranks with the same version, model and settings"
+
+
+def test_nccl_needs_gpus(model_of: Callable[[str], str]) -> None:
+    given = {"model": model_of("12B"), "device": "cpu", "all_reduce": "nccl"}
+    resolve(build_config(given))  # there is nothing to add
+    with pytest.raises(ConfigError, match="all-reduce: got nccl, which needs GPUs") as caught:
+        resolve(build_config(given | {"tensor_parallel_size": 2}))
+    assert caught.value.hint.startswith("omit --all-reduce")
+
+
+def test_ranks_compile_kernels_before_they_serve(model_of: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the size of the cache is given. The smallest of all ranks counts."""
+
+    class Pair(RankGroup):
+        def __call__(self, part: Tensor, /) -> Tensor:
+            return part
+
+        def gather(self, part: Tensor, /) -> Tensor:
+            return part[None]
+
+        def least(self, value: int) -> int:
+            return value - 7
+
+    given: list[int | None] = []
+
+    def size_cache(*arguments: Any) -> int:
+        given.append(arguments[5])
+        return arguments[5] or 50
+
+    monkeypatch.setattr(worker, "_size_cache", size_cache)
+    setup = resolve(build_config({"model": model_of("12B"), "device": "cpu", "max_model_len": 128}))
+    assert [worker.build_in_group(setup, Pair(ONLY_RANK), num_slabs).num_slabs for num_slabs in (None, 40)] == [43, 33]
+    assert given == [None, 40]
 
 
 def test_a_rank_that_cannot_be_built(model_of: Callable[[str], str]) -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from culet.errors import ConfigError, WorkerDied
+from culet.kernels.compiling import CompileCount
 from culet.media.items import MediaItem, MediaKind
 from culet.runner import worker as worker_module
-from culet.runner.worker import ProcessWorker
+from culet.runner.worker import ProcessWorker, StepDone
 from culet.types import StepPlan
 from tests.serve.running import wait_for
 
@@ -57,6 +58,26 @@ def test_steps(tmp_path: Path) -> None:
         assert [step.result().drawn[0].token_ids for step in steps] == [(0,), (1,), (2,), (3,)]
         assert worker.device_seconds()["verify"] == 0.0
         assert sorted(path.name for path in tmp_path.iterdir()) == [f"{step}.{rank}" for step in range(4) for rank in range(3)]
+
+
+def test_counts_of_compiled_kernels(tmp_path: Path) -> None:
+    """Those of the rank that compiled most, above all while serving. A result has them only if they have changed."""
+
+    def run(step_id: int) -> tuple[CompileCount | None, CompileCount | None]:
+        step = worker.launch(plan(step_id))
+        step.result()
+        assert isinstance(step.report, StepDone)
+        return step.report.compile_count, worker.compile_count
+
+    with ranks(tmp_path, compile_step=3) as worker:
+        assert worker.compile_count == CompileCount(compiled=6, found=9)
+        assert run(0)[1] == CompileCount(compiled=6, found=9)
+        assert run(1) == (None, CompileCount(compiled=6, found=9))
+        worker.begin_serving()
+        assert run(2)[1] == CompileCount(compiled=6, found=9, is_serving=True)
+        of_first_rank = CompileCount(compiled=5, found=9, is_serving=True, while_serving=1)
+        assert run(3) == (of_first_rank, of_first_rank)
+        assert run(4) == (None, of_first_rank)
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -24,7 +24,6 @@ from culet.engine.start.worker import (
     open_tokenizer,
     tower_kinds,
 )
-from culet.kernels.compiling import CompileCount
 from culet.limits import Limits
 from culet.media.reader import MediaReader
 from culet.runner.media.step_media import placeholder_ids
@@ -53,11 +52,6 @@ class EngineParts:
     worker: Worker
     grammars: GrammarQueue
     times: StartTimes
-    compile_count: CompileCount | None  # kernels that this start compiled; None on a CPU
-
-    @property
-    def num_compiled(self) -> int:
-        return 0 if self.compile_count is None else self.compile_count.compiled
 
 
 def build_parts(
@@ -97,7 +91,6 @@ def build_parts(
         worker=built.worker,
         grammars=GrammarQueue(compiler, tokenizer, max_new=_max_new_grammars(setup)),
         times=times,
-        compile_count=built.compile_count,
     )
 
 
@@ -178,10 +171,11 @@ def finish_start(parts: EngineParts, add: Callable[[Request], None], step: Calla
     if choice is not None and choice.probe and choice.method != "suffix":  # the probe's text hardly repeats itself
         with parts.times.part("draft probe"):
             _probe_drafts(parts, add, step)
-    count = parts.compile_count
+    count = parts.worker.compile_count
     if count is not None:
-        parts.times.note("kernels", f"{count.compiled} compiled, {count.found} found on disk")
-        count.begin_serving()
+        part = "kernels" if "kernels" in parts.times.parts else "ranks"
+        parts.times.note(part, f"{count.compiled} kernels compiled, {count.found} found on disk")
+    parts.worker.begin_serving()
     parts.times.finish()
 
 

@@ -287,8 +287,8 @@ class Rehearsal:
 
     def _runner(self) -> Runner:
         pool = Pool(self.layout, 1, self.model.dtype, self.model.device, has_spare=True)
-        limits = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_len}
-        runner = Runner(self.model, pool, self.backends, **limits, drafter=self.drafter)
+        num_seqs, max_len = self.max_num_seqs, self.max_model_len
+        runner = Runner(self.model, pool, self.backends, max_num_seqs=num_seqs, max_model_len=max_len, drafter=self.drafter)
         runner.use_grammars(GrammarCompiler(Vocabulary(self.model.spec.vocab_size, lambda _: b"", frozenset(), (0,))))
         runner.use_media(_BlankEncoder(self.model), frozenset(), self.image_mask)
         return runner

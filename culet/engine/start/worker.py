@@ -59,20 +59,19 @@ class BuiltWorker:
     num_slabs: int
     max_model_len: int
     read: ReadBytes | None  # None without a drafter
-    compile_count: CompileCount | None
 
 
 def build_here(setup: Setup, compiler: GrammarCompiler, times: StartTimes, *, progress: bool) -> BuiltWorker:
     device = _prepare_device(setup)
     model, drafter = _load(setup, times, progress=progress)
     towers = _load_towers(setup, times, progress=progress)
-    num_slabs = _size_cache(setup, model, drafter, towers, device.free_bytes, times)
+    num_slabs = _size_cache(setup, model, drafter, towers, device, _planned_slabs(setup), times)
     max_model_len = _resolve_max_model_len(setup, num_slabs)
-    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
+    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, device, times)
     runner.use_grammars(compiler)
     _use_media(setup, runner, towers)
     read = None if drafter is None else ReadBytes.of_models(model, drafter)
-    return BuiltWorker(runner, num_slabs, max_model_len, read, device.compile_count)
+    return BuiltWorker(runner, num_slabs, max_model_len, read)
 
 
 def build_elsewhere(setup: Setup, make_worker: MakeWorker, times: StartTimes) -> BuiltWorker:
@@ -83,7 +82,7 @@ def build_elsewhere(setup: Setup, make_worker: MakeWorker, times: StartTimes) ->
     max_model_len = _resolve_max_model_len(setup, num_slabs)
     with times.part("worker"):
         worker = make_worker(num_slabs, max_model_len)
-    return BuiltWorker(worker, num_slabs, max_model_len, _read_elsewhere(setup), None)
+    return BuiltWorker(worker, num_slabs, max_model_len, _read_elsewhere(setup))
 
 
 def build_ranks(setup: Setup, times: StartTimes, limit_s: float) -> BuiltWorker:
@@ -103,7 +102,7 @@ def build_ranks(setup: Setup, times: StartTimes, limit_s: float) -> BuiltWorker:
             **given,
         )
     max_model_len = _resolve_max_model_len(setup, worker.num_slabs)
-    return BuiltWorker(worker, worker.num_slabs, max_model_len, _read_elsewhere(setup), None)
+    return BuiltWorker(worker, worker.num_slabs, max_model_len, _read_elsewhere(setup))
 
 
 def _choose_reductions(setup: Setup) -> Reductions:
@@ -136,10 +135,9 @@ def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int
     The caller schedules, so it decides how many slabs the cache has and how long a sequence may get.
     """
     setup = resolve(build_config(settings))
-    _prepare_device(setup)
-    times = StartTimes()
+    device, times = _prepare_device(setup), StartTimes()
     model, drafter = _load(setup, times, progress=False)
-    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
+    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, device, times)
     runner.use_grammars(make_compiler(setup, open_tokenizer(setup)))
     _use_media(setup, runner, _load_towers(setup, times, progress=False))
     return runner
@@ -166,13 +164,12 @@ def build_rank(
 
 def build_in_group(setup: Setup, group: RankGroup, num_slabs: int | None) -> Runner:
     """Build the runner of a rank that has joined its group. All ranks must call this together."""
-    prepared, times = _prepare_device(setup), StartTimes()
+    device, times = _prepare_device(setup), StartTimes()
     model, drafter = _load(setup, times, progress=False, group=group)
     towers = _load_towers(setup, times, progress=False)
-    if num_slabs is None:
-        num_slabs = group.least(_size_cache(setup, model, drafter, towers, prepared.free_bytes, times))
+    num_slabs = group.least(_size_cache(setup, model, drafter, towers, device, num_slabs, times))
     max_model_len = _resolve_max_model_len(setup, num_slabs)
-    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, times)
+    runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, device, times)
     runner.use_grammars(make_compiler(setup, open_tokenizer(setup)))
     _use_media(setup, runner, towers)
     return runner
@@ -259,10 +256,16 @@ def tower_kinds(setup: Setup) -> frozenset[MediaKind]:
 
 
 def _size_cache(
-    setup: Setup, model: Gemma4, drafter: Drafter | None, towers: Towers | None, free_bytes: int, times: StartTimes
+    setup: Setup,
+    model: Gemma4,
+    drafter: Drafter | None,
+    towers: Towers | None,
+    device: _PreparedDevice,
+    given: int | None,
+    times: StartTimes,
 ) -> int:
     """Return the number of slabs in the KV cache: as given, or as many as fit. On a GPU, this also compiles kernels."""
-    config, layout, given = setup.config, setup.layout, _planned_slabs(setup)
+    config, layout = setup.config, setup.layout
     if given is not None and not setup.is_gpu:
         return given
     rehearsal = Rehearsal(
@@ -286,7 +289,7 @@ def _size_cache(
     if towers is not None:
         needs = replace(needs, media=needs.media + config.media.media_cache_memory_bytes)
     utilization = config.cache.gpu_memory_utilization
-    return memory.slabs_for_gpu(layout, setup.device, utilization=utilization, free_before=free_bytes, needs=needs)
+    return memory.slabs_for_gpu(layout, setup.device, utilization=utilization, free_before=device.free_bytes, needs=needs)
 
 
 def _sampling(setup: Setup) -> Sampling:
@@ -337,14 +340,28 @@ def _resolve_max_model_len(setup: Setup, num_slabs: int) -> int:
 
 
 def _make_runner(
-    setup: Setup, model: Gemma4, drafter: Drafter | None, num_slabs: int, max_model_len: int, times: StartTimes
+    setup: Setup,
+    model: Gemma4,
+    drafter: Drafter | None,
+    num_slabs: int,
+    max_model_len: int,
+    device: _PreparedDevice,
+    times: StartTimes,
 ) -> Runner:
     if setup.checkpoint.random is None and not has_finite_logits(model, setup.layout, setup.backends, _sampling(setup)):
         raise explain_not_finite(setup.checkpoint.folder)
     with times.part("KV cache"):
         pool = Pool(setup.layout, num_slabs, setup.dtype, setup.device, has_spare=setup.is_gpu)
     max_num_seqs = setup.config.schedule.max_num_seqs
-    runner = Runner(model, pool, setup.backends, max_num_seqs=max_num_seqs, max_model_len=max_model_len, drafter=drafter)
+    runner = Runner(
+        model,
+        pool,
+        setup.backends,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        drafter=drafter,
+        compile_count=device.compile_count,
+    )
     if setup.has_graphs:
         with times.part("graphs"):
             _capture_graphs(setup, runner)

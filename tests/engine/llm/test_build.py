@@ -89,12 +89,17 @@ class StrictWorker:
     def __init__(self, worker: Any) -> None:
         self.__worker = worker
         self.is_closed = False
+        self.compile_count: CompileCount | None = None
 
     def launch(self, plan: StepPlan) -> Any:
         return StrictPending(self.__worker.launch(plan))
 
     def device_seconds(self) -> Mapping[str, float]:
         return self.__worker.device_seconds()
+
+    def begin_serving(self) -> None:
+        if self.compile_count is not None:
+            self.compile_count.begin_serving()
 
     @property
     def descriptors(self) -> Sequence[int]:
@@ -136,11 +141,28 @@ def test_the_engine_uses_only_the_worker_interface(settings: dict[str, Any]) -> 
     assert re.fullmatch("[a-z ]{1,20}", engine.tokenizer.decode(tokens.pop(("grammar", 0))))
     assert all(len(token_ids) == 12 for token_ids in tokens.values())
     assert engine.stats().verify_seconds == 0.0
-    assert engine.stats().kernels_compiled == 0
-    engine._compile_count = CompileCount(compiled=9, while_serving=2)  # as on a GPU
-    assert engine.stats().kernels_compiled == 2
+    assert (engine.kernels_compiled, engine.stats().kernels_compiled) == (0, 0)
     engine.close()
     assert worker.is_closed
+
+
+def test_kernels_that_are_compiled_while_serving(settings: dict[str, Any], parts: EngineParts) -> None:
+    """Those of the start do not count."""
+    count = CompileCount(compiled=9, found=3)  # as on a GPU
+
+    def make_worker(num_slabs: int, max_model_len: int) -> Any:
+        worker = StrictWorker(parts.worker)
+        worker.compile_count = count
+        return worker
+
+    config = build_config(
+        {**settings, "kv_cache_memory_bytes": parts.scheduler.stats().num_pages * parts.setup.layout.slab_bytes}
+    )
+    engine = Engine(config, progress=False, make_worker=make_worker)
+    assert (engine.kernels_compiled, engine.stats().kernels_compiled) == (9, 0)
+    assert count.is_serving
+    count.while_serving += 2
+    assert (engine.kernels_compiled, engine.stats().kernels_compiled) == (9, 2)
 
 
 DRAFTING = {"speculative_config": {"method": "mtp", "model": "random:", "adaptive": False}}

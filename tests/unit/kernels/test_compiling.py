@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,25 @@ def test_another_rehearsal_has_another_mark(cache: Path, monkeypatch: pytest.Mon
 def test_warmup_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["warmup", "random:E2B", "--device", "cpu"]) == 1
     assert "needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("num_compiled", "parts", "text"),
+    [
+        (4, {"kernels": 2.5}, "4 kernels compiled in 2.5 s and stored"),
+        (4, {"ranks": 9.0}, "4 kernels compiled and stored"),
+        (0, {"kernels": 2.5}, "nothing to compile"),
+    ],
+)
+def test_warmup_says_what_it_compiled(
+    num_compiled: int, parts: dict[str, float], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks do not say how long it took."""
+    engine = SimpleNamespace(kernels_compiled=num_compiled, start_times=SimpleNamespace(parts=parts))
+    monkeypatch.setattr("culet.engine.engine.Engine", lambda config: engine)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run(["warmup", "random:E2B"]) == 0
+    assert capsys.readouterr().out.startswith(text)
 
 
 def test_only_warm_launches_nothing() -> None:
