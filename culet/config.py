@@ -377,8 +377,7 @@ class ServeConfig:
     )
     unmarked_tool_calls: bool = option(
         False,
-        "Accept call:NAME{...} of a declared tool without the tokens around it; off by default, because quoted calls would be "
-        "treated as calls.",
+        "Accept call:NAME{...} of a declared tool without the tokens around it; off, because quoted calls become calls, too.",
         flag="--unmarked-tool-calls/--no-unmarked-tool-calls",
     )
     repeat_tool_call_ids: bool = option(
@@ -464,8 +463,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 def _check_type(name: str, value: object, annotation: str) -> None:
     """Raise if a value does not have the annotated type (such as `int | None`). A bool is not a number."""
-    kinds = [part.strip() for part in annotation.split("|")]
-    allowed = tuple(kind for part in kinds for kind in _TYPES[part])
+    allowed = tuple(kind for part in annotation.split("|") for kind in _TYPES[part.strip()])
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         raise ConfigError(f"{name.replace('_', '-')}: got {value!r}, expected {annotation.replace(' | ', ' or ')}")
 
