@@ -22,7 +22,7 @@ BYTES_PER_S = 4.3e12
 PRODUCTS_S = ((16, 0.0152), (80, 0.0170), (128, 0.0182))  # up to so many tokens
 PADDED, MAX_PADDED = 64, 384
 CHUNK_S = 0.003  # attention of a short chunk
-FEW = ((2, 140), (3, 150), (4, 215), (6, 370))  # chats of 73 pages, and pages for one, two or five of them
+FEW = ((2, 140), (4, 215), (8, 480), (16, 1000))  # chats of 73 pages, and pages that do not hold all of them
 
 
 class Clock:
