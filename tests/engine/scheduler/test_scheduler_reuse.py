@@ -223,6 +223,20 @@ def test_a_hit_that_does_not_fit_beside_its_resume_point_starts_from_nothing() -
     drive.check_end()
 
 
+def test_a_hit_that_leaves_no_page_for_the_next_token_starts_from_nothing() -> None:
+    """The copy of a partial page takes the last page while its source is held, and another group needs one too."""
+    drive = make(make_layout((None, 8), (None, 4)), num_pages=3 + 6)
+    drive.add(make_request("a", prompt(20), 1, stop=False))  # leaves a point on 3 + 5 pages
+    drive.run()
+    drive.add(make_request("b", prompt(21), 4, stop=False))
+    plan = drive.step()
+    assert plan is not None
+    assert plan.rows[0].start == 0
+    drive.run()
+    drive.check_end()
+    assert drive.scheduler.counters.prefix_hits == 0
+
+
 # Resume points
 
 

@@ -19,6 +19,7 @@ from culet.scheduler.sequence import TILE, Sequence
 from culet.types import Drawn, StepPlan, StepResult
 from tests.engine.scheduler.drive import Drive, endless, make, make_layout, make_request
 
+FULL = make_layout((None, 16))
 FAR = 10**9  # no time slice ever ends
 WIDE = make_layout((64, 4), (None, 64))  # the window takes most of the pages, as in the 31B, so the cache is full early
 
@@ -33,6 +34,14 @@ class Batch:
     num_preemptions: int
 
 
+def draw(scheduler: Scheduler, plan: StepPlan | None) -> list[str]:
+    """Let each row that draws get a token. Return the requests."""
+    assert plan is not None
+    drawn = tuple(Drawn(slot, (5,), (), 0) for row in plan.rows for slot in row.draw_slots)
+    scheduler.apply(StepResult(plan.step_id, drawn, {}))
+    return [delta.request_id for delta in scheduler.deltas()]
+
+
 def run_batch(num_pages: int, *, count: int = 8, prompt_len: int = 20, max_tokens: int = 300) -> Batch:
     config = ScheduleConfig(count, 512)
     scheduler = Scheduler(WIDE, num_pages, config, max_model_len=1000, prefix_caching=False)
@@ -43,11 +52,9 @@ def run_batch(num_pages: int, *, count: int = 8, prompt_len: int = 20, max_token
         plan = scheduler.schedule()
         assert plan is not None
         work += max(plan.num_tokens, MIN_STEP)
-        drawn = tuple(Drawn(slot, (5,), (), 0) for row in plan.rows for slot in row.draw_slots)
-        scheduler.apply(StepResult(plan.step_id, drawn, {}))
-        for delta in scheduler.deltas():
-            pause = max(pause, work - told_at.get(delta.request_id, work))
-            told_at[delta.request_id] = work
+        for name in draw(scheduler, plan):
+            pause = max(pause, work - told_at.get(name, work))
+            told_at[name] = work
     counters, arena = scheduler.counters, scheduler.page_allocator.arena
     assert (counters.finished, arena.num_free) == (count, arena.num_pages)
     return Batch(work, pause, counters.step_tokens, counters.preemptions)
@@ -148,10 +155,67 @@ def steps_of(layout: CacheLayout, num_pages: int, count: int, prompt_len: int, m
         if plan is not None:
             plans.append(plan)
         if plan is None or len(plans) == 2:
-            plan = plans.pop(0)
-            drawn = tuple(Drawn(slot, (5,), (), 0) for row in plan.rows for slot in row.draw_slots)
-            scheduler.apply(StepResult(plan.step_id, drawn, {}))
+            draw(scheduler, plans.pop(0))
         yield scheduler.counters.steps
+
+
+@pytest.mark.parametrize(
+    ("count", "prompt_len", "max_tokens", "room"),
+    [
+        (2, 1000, 1000, 3000),
+        (2, 1500, 1500, 4500),
+        (3, 1000, 1000, 4500),
+        (3, 1000, 1000, 4000),
+    ],
+)
+def test_few_sequences_do_not_keep_computing_each_other_again(
+    count: int, prompt_len: int, max_tokens: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take turns, in hardly more steps than without time slices."""
+    *_, num_steps = steps_of(FULL, room // 16, count, prompt_len, max_tokens)
+    monkeypatch.setattr(fairness, "SLICE_FACTOR", FAR)
+    *_, without = steps_of(FULL, room // 16, count, prompt_len, max_tokens)
+    assert num_steps <= 1.1 * without
+
+
+def test_a_slice_begins_when_its_sequence_is_back() -> None:
+    """Beside answers that never make way, two long ones take turns. Each draws tokens for a whole slice."""
+    config = ScheduleConfig(8, 2048, max_step_ms=0)
+    scheduler = Scheduler(FULL, 10_000, config, max_model_len=9000, prefix_caching=False)
+    for number in range(7):
+        scheduler.add(make_request(f"urgent{number}", [number], 1500, stop=False, priority=-1))
+    for number in range(2):
+        scheduler.add(make_request(f"long{number}", [number] * 2000, 1500, stop=False))
+    turns: list[tuple[str, int]] = []  # who drew, and how many tokens in a row
+    for _ in range(1200):
+        for name in draw(scheduler, scheduler.schedule()):
+            if name.startswith("long"):
+                turns = [*turns[:-1], (name, turns[-1][1] + 1)] if turns and turns[-1][0] == name else [*turns, (name, 1)]
+    assert len(turns) > 4
+    least = fairness.SLICE_FACTOR * 2000 // MIN_STEP
+    assert all(count >= least for _, count in turns[2:-1])  # a new one begins before its prompt
+
+
+@pytest.mark.parametrize("length", [95, 96, 97, 159])
+def test_a_sequence_is_back_when_it_draws(length: int) -> None:
+    """Not one token before, where a piece may end. Otherwise it might make way before it has drawn anything."""
+    drive = make(FULL, 100, seqs=2, budget=128, prefix_caching=False)
+    fill(drive, 1, length=400)
+    drive.add(endless("back", length - 3, 400))
+    while len(drive.told["back", 0].tokens) < 3:
+        drive.step()
+    slices, seq = drive.scheduler._slices, drive.scheduler._running[-1]
+    preempt(drive, "back")
+    drive.step()
+    started_at, lefts = seq.started_at, set[int]()
+    while seq.num_output == 3:
+        lefts.add(length - seq.num_computed)
+        assert seq in slices._returning
+        assert seq.started_at == started_at
+        drive.step()
+    assert (1 in lefts) == (length in (96, 159))  # pieces of 95 and 63 tokens
+    assert not slices._returning
+    assert seq.started_at == slices._work
 
 
 def test_sequences_come_back_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +280,24 @@ def test_whoever_makes_way_goes_on_before_new_requests() -> None:
     drive.check_end()
 
 
+def test_whoever_makes_way_keeps_what_it_has_computed() -> None:
+    """If nobody needs its pages, it computes only its last token again."""
+    drive = make(num_pages=400, seqs=2)
+    fill(drive, 2, length=200)
+    for _ in range(20):
+        drive.step()
+    first = drive.scheduler._running[0]
+    preempt(drive, "old1")
+    drive.add(endless("urgent", 20, 200, priority=-1))  # takes the free slot
+    while first.is_running:
+        num_tokens = len(first.tokens)
+        drive.step()
+    assert num_tokens > 40
+    while not first.is_running:
+        drive.step()
+    assert first.num_resumed == num_tokens - 1
+
+
 def test_nobody_makes_way_for_a_less_urgent_sequence() -> None:
     drive = make(num_pages=80, seqs=2)
     fill(drive, 1, priority=1, name="low")
@@ -227,6 +309,7 @@ def test_nobody_makes_way_for_a_less_urgent_sequence() -> None:
     for _ in range(60):
         drive.step()
         assert running(drive) == ["top", "high0"]
+    assert drive.scheduler.counters.preemptions == 1
 
 
 def test_a_sequence_that_ends_soon_stays() -> None:
