@@ -134,6 +134,12 @@ def test_failures_are_counted_and_reported(scripted: Callable[..., Running]) -> 
         code, _, err = bench(server, "--api-key", "wrong")
         assert code == 1
         assert "401" in err
+        assert "--api-key" in err
+        assert "--base-url" not in err
+        code, _, err = bench(server, "--base-url", "http://127.0.0.1:1")  # the later address counts
+        assert code == 1
+        assert "--base-url" in err
+        assert "--api-key" not in err
         code, out, err = bench(
             server, "--api-key", "secret", "--num-prompts", "2", "--num-warmups", "0", "--extra-body", '{"temperature": -1}'
         )

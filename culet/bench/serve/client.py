@@ -111,9 +111,12 @@ class Client:
             answer.raise_for_status()
             names = [entry["id"] for entry in answer.json()["data"]]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            is_refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401
             raise ConfigError(
                 f"{self.load.base_url}: GET /v1/models failed: {error or type(error).__name__}",
-                hint="start a server, or pass the address of one with --base-url",
+                hint="pass the server's API key with --api-key or CULET_API_KEY"
+                if is_refused
+                else "start a server, or pass the address of one with --base-url",
             ) from error
         if self.load.model and self.load.model not in names:
             raise ConfigError(f"model: the server does not serve {self.load.model!r}", hint=f"use one of: {', '.join(names)}")
