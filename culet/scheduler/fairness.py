@@ -161,8 +161,9 @@ class TimeSlices:
     def count_step(self, num_tokens: int, num_running: int) -> None:
         """Count a step of this many tokens, with this many running sequences. Slices of those that are back begin after it."""
         self._work += max(num_tokens, self._min_step)
-        for seq in [seq for seq in self._returning if seq.is_prefilled or not seq.is_running]:
-            self._returning.remove(seq)
+        returning = [seq for seq in self._returning if seq.is_running]  # the others were cancelled
+        self._returning = [seq for seq in returning if not seq.is_prefilled]
+        for seq in [seq for seq in returning if seq.is_prefilled]:
             took = self._done_since_start(seq)
             seq.started_at = self._work
             self._next_at = max(self._next_at, self._work + REST_FACTOR * took // max(1, num_running))
@@ -181,6 +182,8 @@ class TimeSlices:
     def stop(self, seq: Sequence) -> None:
         """Note that a sequence loses its pages, and decide in which pieces it is computed again."""
         seq.was_preempted = True
+        if seq in self._returning:
+            self._returning.remove(seq)
         if not seq.request.media:  # which may need larger pieces
             seq.max_chunk = max(AGAIN_TOKENS, len(seq.tokens) // AGAIN_STEPS) + TILE - 1
         self._next_at = max(self._next_at, self._work) + self._slice(seq)

@@ -233,7 +233,7 @@ class Sequence:
         return min(self.num_proposed, self.num_left - 1)
 
     def begin(self, match: Match, *, is_alone: bool) -> None:
-        """Note that it starts from `match`, perhaps not for the first time. If it `is_alone`, no others run."""
+        """Prepare to start from `match`, perhaps not for the first time. `is_alone` means that no others are running."""
         self.prefill_end = len(self.tokens)
         self.resume_lengths = self.lengths_beyond(match) if self.content is not None else ()
         if is_alone:  # there are no steps of others that small pieces could be part of

@@ -309,7 +309,7 @@ def print_table(table: Table, remarks: list[str]) -> None:
 @click.option("--json", "json_file", metavar="FILE", help="Write the results to FILE as JSON.")
 @peak_options
 def kernels(shapes: tuple[str, ...], cases: tuple[str, ...], json_file: str | None, **options: Any) -> None:
-    """Time attention kernels, in the cases for which another engine's results are known or with any shape.
+    """Time attention kernels, in the cases that were measured with another engine or with any shape.
 
     \b
     Examples:

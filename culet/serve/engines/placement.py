@@ -43,7 +43,7 @@ def places(config: Config, num_engines: int, inherited: Mapping[str, str] = os.e
             f"but {len(gpus)} were found",
             hint=f"use fewer engines, or --device cpu, or name the GPUs in {_VISIBLE}",
         )
-    # With `auto`, an engine whose GPU cannot be used would go on with the CPU.
+    # With `auto`, an engine whose GPU cannot be used would fall back to the CPU.
     config = replace(config, model=replace(config.model, device="cuda"), given=config.given | {"device"})
     return [Place(config, {_VISIBLE: ",".join(gpus[index * size : (index + 1) * size])}) for index in range(num_engines)]
 

@@ -16,7 +16,7 @@ _ROUNDED_GROUP = 32  # of `--quantization int4`
 
 
 def kind_of(number: str, bits: int) -> str:
-    """Return the kind of a scheme with numbers of `bits` bits that are int or float."""
+    """Return the kind of a scheme whose numbers have this many bits. `number` is int or float."""
     return _KINDS[number, bits]
 
 
