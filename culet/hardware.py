@@ -214,6 +214,11 @@ def has_e4m3(capability: int) -> bool:
     return capability >= ADA
 
 
+def multiplies_fp8(device: torch.device) -> bool:
+    """Return whether a device has tensor cores for fp8."""
+    return device.type == "cuda" and has_e4m3(capability_of(device))
+
+
 def has_dependent_launch(capability: int) -> bool:
     """Return whether a kernel may start while the one before it still runs (programmatic dependent launch)."""
     return capability >= HOPPER

@@ -324,7 +324,7 @@ def fit_of(facts: Facts, text_only: bool, latent: bool) -> dict[str, Any]:
         itemsize,
         num_tokens=min(facts.config.tokens_per_step(facts.gpu.memory_bytes), facts.max_model_len * schedule.max_num_seqs),
         num_seqs=schedule.max_num_seqs,
-        is_widened=facts.precision != facts.dtype and is_widened(facts.precision),
+        is_widened=facts.precision != facts.dtype and is_widened(facts.precision, facts.gpu.arch),
     )
     if not text_only:
         working += facts.loaded_towers.working_bytes(itemsize)

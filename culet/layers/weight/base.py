@@ -106,7 +106,7 @@ class Weight(Layer, ABC):
 
     all_reduce: AllReduce | None = None  # adds its partial sums over all ranks, or None if there is nothing to add
     can_leave_sum: ClassVar[bool] = True  # False if the format changes the sum
-    is_widened: ClassVar[bool] = False  # True if many tokens are multiplied by a wider copy, made in each step
+    is_widened: bool = False  # True if many tokens are multiplied by a wider copy, made in each step
 
     def leave_sum(self) -> None:
         """Make products of this rank's part stay its own term of the sum. Their reader adds those of all ranks."""

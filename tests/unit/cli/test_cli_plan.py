@@ -107,6 +107,14 @@ def test_small_gpus_take_shorter_steps():
     assert working("rtx4090", "--max-num-batched-tokens", "8192") == working("h200")
 
 
+def test_fp8_needs_no_wider_copy_on_its_tensor_cores():
+    def working(gpu: str, precision: str) -> int:
+        options = ("--gpu", gpu, "--dtype", "bfloat16", "--quantization", precision, "--max-num-batched-tokens", "2048")
+        return fit_of(data("12B", *options), text_only=True, latent=True)["working_bytes"]
+
+    assert working("h200", "fp8") < working("h200", "int4") == working("cpu", "int4") == working("cpu", "fp8")
+
+
 def test_the_latent_changes_nothing_without_k_eq_v():
     report = data("E4B", "--gpu", "rtx4090")
     with_latent, without = (fit_of(report, text_only=True, latent=latent) for latent in (True, False))

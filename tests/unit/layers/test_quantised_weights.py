@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from culet import hardware
 from culet.errors import CheckpointError
 from culet.kernels import dispatch
 from culet.kernels.eager import quantised as eager
@@ -199,3 +200,13 @@ def test_ops_on_a_gpu_have_twins() -> None:
         assert callable(getattr(dispatch.for_device("cpu", name), op))
         if not kernel:
             assert getattr(dispatch.for_device("cuda", name), op).__module__ == f"culet.kernels.eager.{twin}"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_only_fp8_tensor_cores_need_no_wider_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_widened(has_cores: bool) -> bool:
+        monkeypatch.setattr(hardware, "multiplies_fp8", lambda device: has_cores)
+        return weights_for(name).matrix(Projection("up_proj", 256), num_columns=256).is_widened
+
+    assert is_widened(has_cores=False)
+    assert is_widened(has_cores=True) == (name not in ("fp8", "rounded to fp8"))

@@ -30,10 +30,10 @@ _has_scaled_product = True  # until torch refuses it
 
 def rounds_tokens(num_tokens: int, matrix: PackedMatrix, device: torch.device) -> bool:
     """Return whether a product rounds the tokens to e4m3. It does for many tokens, with a scale per row of the weights."""
-    if matrix.format != FP8 or matrix.has_blocks or num_tokens <= MAX_STREAM_TOKENS or device.type != "cuda":
+    if matrix.format != FP8 or matrix.has_blocks or num_tokens <= MAX_STREAM_TOKENS:
         return False
     is_aligned = matrix.num_rows % 16 == 0 and matrix.num_columns % 16 == 0
-    return _has_scaled_product and is_aligned and hardware.has_e4m3(hardware.capability_of(device))
+    return _has_scaled_product and is_aligned and hardware.multiplies_fp8(device)
 
 
 def _choose(x_MK: Tensor, matrix: PackedMatrix, product: Product) -> Tile | None:

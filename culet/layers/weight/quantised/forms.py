@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from culet import hardware
 from culet.errors import CheckpointError
 from culet.kernels.types import (
     FP8_BLOCK,
@@ -42,6 +43,10 @@ class WeightForm:
     def rows(self, held: QuantisedWeight, rows: slice) -> QuantisedWeight:
         """Return some rows as views."""
         return part_of(held, rows)
+
+    def is_widened(self, site: Site) -> bool:
+        """Return whether many tokens are multiplied by a wider copy of a matrix."""
+        return True
 
     def with_column_order(self, order: Tensor) -> WeightForm | None:
         """Return the form for a weight whose columns are reordered, or None. Its groups may be smaller."""
@@ -116,6 +121,9 @@ class Fp8(WeightForm):
             torch.empty(shape, dtype=torch.float8_e4m3fn, device=site.device),
             torch.empty(scales, dtype=torch.float32, device=site.device),
         )
+
+    def is_widened(self, site: Site) -> bool:
+        return self.has_blocks or not hardware.multiplies_fp8(site.device)
 
     def with_column_order(self, order: Tensor) -> WeightForm | None:
         return None if self.has_blocks else self

@@ -56,11 +56,9 @@ class Tensors(Layer):
 class QuantisedMatrix(Matrix):
     """A matrix in one form. Its projections come from one source."""
 
-    is_widened = True  # in most forms
-
     def __init__(self, layout: MatrixLayout, site: Site, form: WeightForm, source: Source) -> None:
         super().__init__(layout, site)
-        self.source = source
+        self.source, self.is_widened = source, form.is_widened(site)
         cuts = list(cuts_of(layout, site.rank))
         columns = layout.columns(site.rank)
         self.tensors = Tensors(form, (cuts[-1][1].stop, columns.stop - columns.start), site)

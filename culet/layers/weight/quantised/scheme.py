@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from culet.hardware import Arch
 from culet.registry import lookup
 
 COMPRESSED_TENSORS, MODELOPT, MOBILE, GGUF = "compressed-tensors", "modelopt", "gemma", "gguf"
@@ -89,9 +90,9 @@ def rounding_of(precision: str) -> Rounding:
     return lookup("quantization", precision, ROUNDINGS)
 
 
-def is_widened(precision: str) -> bool:
+def is_widened(precision: str, arch: Arch) -> bool:
     """Return whether many tokens are multiplied by a wider copy of weights of a quantised precision."""
-    return precision != "fp8"
+    return precision != "fp8" or not (arch.is_gpu and arch.has_e4m3)
 
 
 class Description(Protocol):
