@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from types import FrameType
 from typing import Any
 
 from culet.config import Config, build_config
@@ -279,15 +280,19 @@ class JobLoop:
 
 @contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """Defer Ctrl-C until the block is done, because a half-applied step would leak pages."""
-    if threading.current_thread() is not threading.main_thread():
+    """Defer Ctrl-C until the block is done, because a half-applied step would leak pages.
+
+    A program that ignores it goes on ignoring it, and the handler of one that has its own is called after the block.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    pending: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: pending.append(number))
+    pending: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pending.append(frame))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.signal(signal.SIGINT, handler)
     if pending:
-        raise KeyboardInterrupt
+        handler(signal.SIGINT, pending[-1])

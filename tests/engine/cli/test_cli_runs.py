@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,15 @@ def test_a_full_context_is_a_one_line_error(folder: Path, capsys: pytest.Capture
     assert "context" in err
 
 
+@pytest.fixture
+def obeys_ctrl_c() -> Iterator[None]:
+    """Make new processes obey Ctrl-C. They ignore it if the tests themselves run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("obeys_ctrl_c")
 def test_ctrl_c_stops_the_answer_but_not_the_chat(folder: Path) -> None:
     """In a separate process, send SIGINT while it answers, then another line, then end of input."""
     process = subprocess.Popen(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from culet.cache.spec import plan_cache
 from culet.engine.jobs import _warn_of_remote_code
 from culet.errors import BadRequest, InternalError
 from culet.models.checkpoint import open_checkpoint
-from culet.types import StepPlan
+from culet.types import StepPlan, TokenDelta
 from tests.engine.llm.oracle import EOS, SHAPES, VOCAB, WINDOW, assert_greedy, folder_of, oracle_logprobs, prompt
 from tests.matrix import matrix
 
@@ -305,6 +307,31 @@ def test_an_error_in_a_step_frees_everything(monkeypatch: pytest.MonkeyPatch) ->
             llm.generate([prompt(5), prompt(6)], GREEDY)
     assert not llm.engine.has_work
     check_greedy(llm, "31B", [prompts_of()[3]])
+
+
+@pytest.mark.parametrize("kind", ["default", "ignored", "own"])
+def test_ctrl_c_takes_effect_after_the_step(llm: LLM, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that ignores it goes on ignoring it, and the handler of one that has its own is called."""
+    seen, inner = [], llm.engine.step
+
+    def step() -> list[TokenDelta]:
+        signal.raise_signal(signal.SIGINT)
+        seen.append("after the signal")
+        return inner()
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    handlers = {"default": signal.default_int_handler, "ignored": signal.SIG_IGN, "own": lambda *_: seen.append("own handler")}
+    before = signal.signal(signal.SIGINT, handlers[kind])
+    params = dataclasses.replace(GREEDY, max_tokens=1)
+    try:
+        with pytest.raises(KeyboardInterrupt) if kind == "default" else contextlib.nullcontext():
+            llm.generate([[5, 6, 7]], params)
+        assert signal.getsignal(signal.SIGINT) is handlers[kind]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen[0] == "after the signal"
+    assert ("own handler" in seen) == (kind == "own")
+    assert not llm.engine.has_work or kind == "default"
 
 
 def test_several_threads(llm: LLM) -> None:
