@@ -72,6 +72,9 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
             for name in opened.keys():  # noqa: SIM118 (an open file is not a dict)
                 header = opened.get_slice(name)
                 shape, dtype = tuple(header.get_shape()), str(header.get_dtype())
+                if name in found:
+                    problem = f"{file.name} and {found[name].file.name} both have {listed([name], 'tensor')}"
+                    raise CheckpointError(f"{folder}: {problem}", hint="files of two downloads are mixed: download it again")
                 found[name] = StoredTensor(name, file, shape, dtype, offsets[name])
     return found
 

@@ -63,8 +63,8 @@ class BuiltWorker:
 
 def build_here(setup: Setup, compiler: GrammarCompiler, times: StartTimes, *, progress: bool) -> BuiltWorker:
     device = _prepare_device(setup)
-    model, drafter = _load(setup, times, progress=progress)
     towers = _load_towers(setup, times, progress=progress)
+    model, drafter = _load(setup, times, progress=progress)
     num_slabs = _size_cache(setup, model, drafter, towers, device, _planned_slabs(setup), times)
     max_model_len = _resolve_max_model_len(setup, num_slabs)
     runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, device, times)
@@ -136,10 +136,11 @@ def build_worker(settings: Mapping[str, Any], num_slabs: int, max_model_len: int
     """
     setup = resolve(build_config(settings))
     device, times = _prepare_device(setup), StartTimes()
+    towers = _load_towers(setup, times, progress=False)
     model, drafter = _load(setup, times, progress=False)
     runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, device, times)
     runner.use_grammars(make_compiler(setup, open_tokenizer(setup)))
-    _use_media(setup, runner, _load_towers(setup, times, progress=False))
+    _use_media(setup, runner, towers)
     return runner
 
 
@@ -165,8 +166,8 @@ def build_rank(
 def build_in_group(setup: Setup, group: RankGroup, num_slabs: int | None) -> Runner:
     """Build the runner of a rank that has joined its group. All ranks must call this together."""
     device, times = _prepare_device(setup), StartTimes()
-    model, drafter = _load(setup, times, progress=False, group=group)
     towers = _load_towers(setup, times, progress=False)
+    model, drafter = _load(setup, times, progress=False, group=group)
     num_slabs = group.least(_size_cache(setup, model, drafter, towers, device, num_slabs, times))
     max_model_len = _resolve_max_model_len(setup, num_slabs)
     runner = _make_runner(setup, model, drafter, num_slabs, max_model_len, device, times)
@@ -240,6 +241,7 @@ def _load(setup: Setup, times: StartTimes, *, progress: bool, group: RankGroup |
 
 
 def _load_towers(setup: Setup, times: StartTimes, *, progress: bool) -> Towers | None:
+    """Load the towers. They are small, so they come first, and a bad one is found before the model fills the device."""
     kinds = tower_kinds(setup)
     if not kinds:
         return None

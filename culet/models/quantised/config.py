@@ -12,7 +12,7 @@ from typing import Any
 
 from culet.errors import CheckpointError
 from culet.layers.weight.quantised.block_types import GROUP
-from culet.layers.weight.quantised.scheme import COMPRESSED_TENSORS, GGUF, MOBILE, MODELOPT, Scheme, kind_of
+from culet.layers.weight.quantised.scheme import COMPRESSED_TENSORS, GGUF, MOBILE, MODELOPT, Scheme, is_group, kind_of
 from culet.models.variants import variant_of
 
 CONFIG_KEYS = ("quantization_config", "compression_config", "quantization")
@@ -201,10 +201,10 @@ def _read_scheme(config: Mapping[str, Any], where: str, written: str, weights: M
             raise _error(config, where, f"block_structure: got {weights['block_structure']}, expected {_BLOCK}")
         return Scheme(kind_of("float", 8), scales=scales)
     group = weights.get("group_size") if strategy == "group" else 0
-    if strategy not in ("group", "channel") or not isinstance(group, int) or group < 0:
-        raise _error(
-            config, where, f"got strategy {strategy} with group_size {group!r}, expected channel, or group with a size"
-        )
+    if strategy not in ("group", "channel") or (strategy == "group" and not is_group(group)):
+        expected = "expected channel, or group with a power of two from 8 up"
+        raise _error(config, where, f"got strategy {_word(strategy)} with group_size {_word(group)}, {expected}")
+    assert isinstance(group, int)
     symmetric = weights.get("symmetric", True)
     if kind != "int" or bits not in (4, 8) or (bits == 8 and not symmetric) or (written == _INT and bits != 8):
         what = f"{bits}-bit {kind} weights{'' if symmetric else ' with zero points'}"
@@ -225,7 +225,7 @@ def _read_mobile(values: Mapping[str, Any]) -> Quantisation:
     overrides = values.get("module_quant_configs") or {}
     bits = [(str(pattern), override.get("num_bits", values.get("num_bits", 4))) for pattern, override in overrides.items()]
     for pattern, count in [*bits, ("num_bits", values.get("num_bits", 4))]:
-        if count not in (2, 4, 8):
+        if not isinstance(count, int) or count not in (2, 4, 8):
             raise ValueError(f"{pattern}: got {count!r} bits, expected 2, 4 or 8")
         if pattern != "num_bits":
             re.compile(pattern)

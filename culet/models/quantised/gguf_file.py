@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,6 +181,7 @@ def _read(cursor: _Cursor) -> GgufFile:
     start = -(-cursor.at // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     rope: tuple[int, int] | None = None
+    _check_offsets(cursor, described, alignment)
     for name, tensor in described:
         placed = GgufTensor(tensor.shape, tensor.kind, start + tensor.offset, tensor.values_per_block, tensor.bytes_per_block)
         if placed.offset + placed.num_bytes > len(cursor.data):
@@ -195,6 +196,17 @@ def _read(cursor: _Cursor) -> GgufFile:
             raise cursor.bad(f"it has two tensors that are {_other_name(name)}")
         tensors[_other_name(name)] = placed
     return GgufFile(cursor.path, metadata, tensors, rope)
+
+
+def _check_offsets(cursor: _Cursor, described: Sequence[tuple[str, GgufTensor]], alignment: int) -> None:
+    """Raise if a tensor is not aligned, or begins before the one before it ends."""
+    end, before = 0, ""
+    for name, tensor in sorted(described, key=lambda item: item[1].offset):
+        if tensor.offset % alignment:
+            raise cursor.bad(f"{name} begins at byte {tensor.offset} of the data, expected a multiple of {alignment}")
+        if tensor.offset < end:
+            raise cursor.bad(f"{name} begins inside {before}")
+        end, before = tensor.offset + tensor.num_bytes, name
 
 
 def _read_tensor(cursor: _Cursor, metadata: Mapping[str, Any]) -> tuple[str, GgufTensor]:

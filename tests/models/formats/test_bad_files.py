@@ -19,6 +19,7 @@ from culet.models.variants import VARIANTS
 from tests.models.formats.comparing import load
 from tests.models.formats.test_compressed_tensors import NVFP4, floats, integers
 from tests.models.formats.test_gguf import write_gguf
+from tests.models.formats.test_other_tools import write_mobile
 from tests.models.formats.writing import PREFIX, compressed, ct_config, write_pair
 
 MODULE = f"{PREFIX}layers.0.mlp.gate_proj"
@@ -92,9 +93,13 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Any]], Any], str
     ),
     "no scales": (lambda t, c: t.pop(SCALE), "1 tensor (layers.0.mlp.gate_proj.weight_scale) missing"),
     "a group that does not divide": (
-        lambda t, c: weights_of(c).update(group_size=48),
-        "128 columns, which groups of 48",
+        lambda t, c: weights_of(c).update(group_size=256),
+        "128 columns, which groups of 256",
     ),
+    # The kernels' tiles hold whole groups, and would read wrong scales.
+    "a group that is no power of two": (lambda t, c: weights_of(c).update(group_size=96), "group_size 96, expected"),
+    "a group of nothing": (lambda t, c: weights_of(c).update(group_size=0), "group_size 0, expected"),
+    "a group that is too small": (lambda t, c: weights_of(c).update(group_size=4), "group_size 4, expected"),
     "another group": (lambda t, c: weights_of(c).update(group_size=64), "weight_scale: [256, 4], expected [256, 2]"),
     "other bits": (lambda t, c: weights_of(c).update(num_bits=3), "3-bit int weights"),
     "an order of columns": (lambda t, c: t.update({f"{MODULE}.weight_g_idx": torch.arange(128)}), "weight_g_idx) unexpected"),
@@ -122,6 +127,54 @@ def test_bad_int4(name: str, int4_folder: Path, tmp_path: Path, devices: list[st
     error = refused(int4_folder, tmp_path / "bad", lambda tensors, config: change(tensors, config))
     assert message in error.message, error.message
     assert error.hint
+    assert "cpu" not in devices
+
+
+def test_a_tensor_in_two_files(int4_folder: Path, tmp_path: Path, devices: list[str]) -> None:
+    """The index names one of them, but a download that mixes two versions may have either."""
+    tensors = load_file(int4_folder / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((int4_folder / "config.json").read_bytes())
+    parts = [{name: each for name, each in tensors.items() if (name < MODULE) == is_first} for is_first in (True, False)]
+    names = ["a.safetensors", "b.safetensors"]
+    weight_map = {name: file for file, part in zip(names, parts, strict=True) for name in part}
+    parts[0][SCALE] = 2 * tensors[SCALE]
+    for file, part in zip(names, parts, strict=True):
+        save_file(part, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=rf"b\.safetensors and a\.safetensors both have 1 tensor \({SCALE}\)"):
+        load(tmp_path)
+    assert "cpu" not in devices
+
+
+def test_a_table_in_fp8_blocks(tmp_path: Path, devices: list[str]) -> None:
+    args = floats("block", block_structure=[128, 128])
+    folder = write_pair(
+        tmp_path, "31B", compressed(args, "float-quantized"), ct_config((["Linear"], args, "float-quantized"))
+    ).folder
+    table = f"{PREFIX}embed_tokens"
+
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        rows, columns = (-(-size // 128) for size in tensors[f"{table}.weight"].shape)
+        tensors[f"{table}.weight"] = tensors[f"{table}.weight"].to(torch.float8_e4m3fn)
+        tensors[f"{table}.weight_scale"] = torch.ones(rows, columns)
+
+    wrong = refused(folder, tmp_path / "bad", change)
+    assert "embed_tokens: a table in fp8 blocks" in wrong.message
+    assert wrong.hint
+    assert "cpu" not in devices
+
+
+@pytest.mark.parametrize("num_blocks", [0, 3, 5, 256])
+def test_scales_of_a_mobile_table(num_blocks: int, tmp_path: Path, devices: list[str]) -> None:
+    folder, _ = write_mobile(tmp_path, 0.0)
+    name = f"{PREFIX}embed_tokens.embedding_scale"
+
+    def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        tensors[name] = torch.ones(tensors[name].shape[0], num_blocks)
+
+    wrong = refused(folder, tmp_path / "bad", change)
+    assert f"embed_tokens.embedding_scale has {num_blocks} scales per row" in wrong.message
+    assert wrong.hint
     assert "cpu" not in devices
 
 
@@ -166,6 +219,7 @@ def test_a_global_scale_that_cannot_divide(value: float, tmp_path: Path, devices
         ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}}, "'marlin-24'", "31B"),
         ({"bits": 4, "group_size": 64}, "MLX", "31B"),
         ({"quant_method": "gemma", "num_bits": 3}, "3 bits", "31B"),
+        ({"quant_method": "gemma", "num_bits": 4.0}, "4.0 bits", "31B"),
         ([1], "got list", "31B"),
     ],
 )

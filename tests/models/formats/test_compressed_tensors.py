@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from culet.errors import CheckpointError
+from culet.models.checkpoint import open_checkpoint
+from culet.models.weights import load_model
 from tests.models.formats.comparing import assert_same_model, assert_same_values, load
 from tests.models.formats.writing import compressed, ct_config, write_pair
 
@@ -56,6 +58,28 @@ def test_values_and_logits(case: str, shape: str, tmp_path: Path) -> None:
     weights, form = CASES[case]
     pair = write_pair(tmp_path, shape, compressed(weights, form), ct_config((["Linear"], weights, form)))
     assert assert_same_model(pair.folder, pair.twin) >= 4 * 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("case", ["int4 by group", "int4 by row", "int8 by row"])
+def test_stored_scales_keep_their_precision(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """bfloat16 activations do not round them, except for float32 scales of groups."""
+    weights = {"int4 by group": integers(4, 32), "int4 by row": integers(4), "int8 by row": integers(8)}[case]
+    folder = write_pair(
+        tmp_path, "31B", compressed(weights, "pack-quantized"), ct_config((["Linear"], weights, "pack-quantized"))
+    ).folder
+    file, name = folder / "model.safetensors", "model.language_model.layers.0.mlp.down_proj"
+    tensors = load_file(file)
+    noise = torch.Generator().manual_seed(1)
+    scales = {each: tensors[each].float() for each in tensors if each.endswith("weight_scale")}
+    scales = {each: (value * (1 + torch.rand(value.shape, generator=noise) / 100)).to(dtype) for each, value in scales.items()}
+    save_file(tensors | scales, file)
+    checkpoint = open_checkpoint(str(folder))
+    model = load_model(checkpoint, dtype=torch.bfloat16, device=torch.device("cpu"), progress=False)
+    held = model._layers[0].mlp.down.tensors.held.scale
+    stored = scales[f"{name}.weight_scale"].view(held.shape)
+    is_rounded = case == "int4 by group" and dtype == torch.float32
+    assert torch.equal(held.float(), stored.bfloat16().float() if is_rounded else stored.float())
 
 
 def test_groups_and_ignore_lists(tmp_path: Path) -> None:

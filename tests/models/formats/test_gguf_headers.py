@@ -96,6 +96,20 @@ def test_names_that_are_there_twice(good: Path, tmp_path: Path) -> None:
         read_gguf(changed(good, tmp_path / "b.gguf", rename))
 
 
+@pytest.mark.parametrize(
+    ("step", "message"), [(-32, "begins inside"), (8, "expected a multiple of 32"), (-(1 << 14), "begins inside")]
+)
+def test_tensors_that_overlap(step: int, message: str, good: Path, tmp_path: Path) -> None:
+    def move(data: bytes) -> bytes:
+        """Move a tensor: after its name are the number of its dimensions, two sizes, its type and its offset."""
+        name = b"blk.0.ffn_up.weight"
+        at = data.index(name) + len(name) + 4 + 2 * 8 + 4
+        return data[:at] + (int.from_bytes(data[at : at + 8], "little") + step).to_bytes(8, "little") + data[at + 8 :]
+
+    with pytest.raises(CheckpointError, match=message):
+        read_gguf(changed(good, tmp_path / "moved.gguf", move))
+
+
 def written(path: Path, width: int, num_layers: int, parts: int = 0) -> Path:
     writer = gguf.GGUFWriter(path, "gemma4")
     writer.add_embedding_length(width)

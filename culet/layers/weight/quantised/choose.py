@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
+
 from culet.errors import CheckpointError
 from culet.layers.weight.placement import FLOATS
 from culet.layers.weight.plain import PerExpertFormat, PlainFormat
@@ -14,7 +16,7 @@ from culet.layers.weight.quantised.gguf import block_format
 from culet.layers.weight.quantised.matrices import QuantisedFormat
 from culet.layers.weight.quantised.mobile import MobileFormat
 from culet.layers.weight.quantised.rounding import RoundedFormat
-from culet.layers.weight.quantised.scheme import MOBILE, MODELOPT, Description, Scheme
+from culet.layers.weight.quantised.scheme import MOBILE, MODELOPT, Description, Scheme, is_group
 from culet.layers.weight.quantised.sources import PackedInt4, PackedInt8, StoredFp8, StoredNvfp4
 from culet.layers.weight.weights import WeightFormat
 
@@ -120,7 +122,16 @@ class StoredFormats:
             return QuantisedFormat(Nvfp4(), StoredNvfp4(is_modelopt))
         scheme = self._scheme(stored_module)
         self._check_kind(stored_module, header, scheme)
-        return _format_of(scheme)
+        return _format_of(scheme, self._scale_dtype(module, scheme))
+
+    def _scale_dtype(self, module: str, scheme: Scheme) -> torch.dtype | None:
+        """Return the dtype of int4 and int8 scales if the stored one should be kept, or None for that of the activations.
+
+        float32 scales of groups would need as much memory as a quarter of the weights, so only those of rows are kept.
+        """
+        header = self.stored.get(f"{module}.weight_scale")
+        kept = {"F16": torch.float16} | ({} if scheme.group else {"F32": torch.float32})
+        return None if header is None else kept.get(header.dtype)
 
     def _scheme(self, module: str) -> Scheme:
         assert self.quantisation is not None
@@ -150,12 +161,18 @@ class StoredFormats:
         blocks = scale.shape[-1] if scale is not None and len(scale.shape) == 2 else 1
         module = self.names[f"{name}.embedding_quantized"].rpartition(".")[0]
         bits = 4 if self.quantisation is None else self.quantisation.bits_for(module)
-        return MobileFormat(8 if values.dtype == "I8" else bits if bits != 8 else 4, blocks)
+        bits = 8 if values.dtype == "I8" else bits if bits != 8 else 4
+        num_columns = values.shape[-1] * (1 if bits == 8 else 8 // bits)
+        if blocks != 1 and (blocks < 1 or num_columns % blocks or not is_group(num_columns // blocks)):
+            problem = f"{module}.embedding_scale has {blocks} scales per row of {num_columns} columns"
+            hint = "expected one scale, or one for each 8, 16, 32, ... columns: the file is damaged, download it again"
+            raise CheckpointError(problem, hint=hint)
+        return MobileFormat(bits, blocks)
 
 
-def _format_of(scheme: Scheme) -> WeightFormat:
+def _format_of(scheme: Scheme, scale_dtype: torch.dtype | None) -> WeightFormat:
     if scheme.kind == "int4":
-        return QuantisedFormat(Int4(scheme.group, None, scheme.has_zero), PackedInt4(scheme.group, scheme.has_zero))
+        return QuantisedFormat(Int4(scheme.group, scale_dtype, scheme.has_zero), PackedInt4(scheme.group, scheme.has_zero))
     if scheme.kind == "int8":
-        return QuantisedFormat(Int8(scheme.group), PackedInt8(scheme.group, scheme.is_packed))
+        return QuantisedFormat(Int8(scheme.group, scale_dtype), PackedInt8(scheme.group, scheme.is_packed))
     return QuantisedFormat(Fp8(scheme.scales == "block"), StoredFp8(scheme.scales))

@@ -227,6 +227,9 @@ class QuantisedFormat:
         return ReorderedMatrix(layout, site, inner, row_order, column_order)
 
     def table(self, layout: TableLayout, site: Site) -> Table:
+        if isinstance(self.form, Fp8) and self.form.has_blocks:
+            problem = f"{layout.name}: a table in fp8 blocks of {FP8_BLOCK} x {FP8_BLOCK}, which Culet does not read"
+            raise CheckpointError(problem, hint="use a checkpoint whose tables are bfloat16, or have one scale per row")
         return QuantisedTable(layout, site, self.form, self.source)
 
     def experts(self, layout: ExpertsLayout, site: Site) -> ExpertStack:

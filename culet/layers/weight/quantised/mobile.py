@@ -100,7 +100,8 @@ class MobileFormat:
     num_blocks: int = 1  # of a table
 
     def form(self, group: int = 0) -> WeightForm:
-        return Int8(group) if self.num_bits == 8 else Int4(group)
+        scale_dtype = None if group else torch.float32  # as stored
+        return Int8(group, scale_dtype) if self.num_bits == 8 else Int4(group, scale_dtype)
 
     def matrix(self, layout: MatrixLayout, site: Site) -> Matrix:
         if len(layout.projections) > 1:  # each has its own ranges

@@ -13,12 +13,18 @@ COMPRESSED_TENSORS, MODELOPT, MOBILE, GGUF = "compressed-tensors", "modelopt", "
 _KINDS = {("int", 2): "int2", ("int", 4): "int4", ("int", 8): "int8", ("float", 4): "nvfp4", ("float", 8): "fp8"}
 _BLOCK = 128  # rows and columns of an fp8 block
 _NVFP4_GROUP = 16  # columns that share a scale
+_LEAST_GROUP = 8  # columns: an int4 word
 _ROUNDED_GROUP = 32  # of `--quantization int4`
 
 
 def kind_of(number: str, bits: int) -> str:
     """Return the kind of a scheme whose numbers have this many bits. `number` is int or float."""
     return _KINDS[number, bits]
+
+
+def is_group(size: object) -> bool:
+    """Return whether kernels can read groups of this many columns. A tile of a kernel has whole groups, or part of one."""
+    return isinstance(size, int) and size >= _LEAST_GROUP and size & (size - 1) == 0
 
 
 @dataclass(frozen=True)
