@@ -27,13 +27,17 @@ def find_prefix(seq: Sequence, page_allocator: PageAllocator) -> Match:
 
 
 def count_prefix(seq: Sequence, match: Match, counters: Counters) -> None:
-    """Count the look-up of a sequence that has started."""
-    counters.prefix_queries += 1
-    counters.prefix_query_tokens += len(seq.tokens)
-    counters.prefix_hits += match.point is not None
-    counters.prefix_hit_tokens += match.resume
+    """Count the look-up of a sequence that has started. Each prompt counts once, when its request first starts."""
     if not seq.is_announced:
         seq.num_cached = min(match.resume, seq.prompt_len)
+    if seq.sample or seq.was_preempted:
+        counters.restart_hits += match.point is not None
+        counters.restart_hit_tokens += match.resume
+        return
+    counters.prefix_queries += 1
+    counters.prefix_query_tokens += seq.prompt_len
+    counters.prefix_hits += match.point is not None
+    counters.prefix_hit_tokens += match.resume
 
 
 def keep_row_points(plan: PlannedRow, page_allocator: PageAllocator) -> None:

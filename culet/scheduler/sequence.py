@@ -155,7 +155,9 @@ class Sequence:
         elif self.needs_scoring:
             end = min(end, self.num_scored)
         # A chunk ends at a resume length that is worth it, unless it is close to the chunk's end. Then the row stores more.
-        low, high = self.num_computed + MIN_GAIN, end - MAX_TRAIL
+        # Where an earlier chunk ended, there may be no resume point, so a length right after that is worth it too.
+        low = self.num_computed + (MIN_GAIN if self.num_computed == self.num_resumed else 0)
+        high = end - MAX_TRAIL
         return next((length for length in self.resume_lengths if low < length < high), end) - self.num_computed
 
     @property

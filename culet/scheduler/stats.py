@@ -33,10 +33,12 @@ class Counters:
     rolled_back_tokens: int = 0  # rejected drafts
     rollbacks: int = 0  # verifies that rejected at least one draft
     dropped_tokens: int = 0  # drawn after a stop, or for a sequence that had already ended
-    prefix_queries: int = 0
-    prefix_query_tokens: int = 0
+    prefix_queries: int = 0  # requests that have started
+    prefix_query_tokens: int = 0  # of their prompts
     prefix_hits: int = 0
     prefix_hit_tokens: int = 0
+    restart_hits: int = 0  # the same for sequences that start again, and for samples that start by themselves
+    restart_hit_tokens: int = 0
     encoded_items: int = 0  # images, video frames and clips of audio that towers encoded
     encoded_tokens: int = 0  # their soft tokens
     feature_hits: int = 0  # media in prompts whose features an earlier chunk had already used

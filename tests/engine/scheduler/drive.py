@@ -163,8 +163,8 @@ class Drive:
         assert all(told.finish_reason is not None for told in self.told.values())
         counters, arena = self.scheduler.counters, self.scheduler.page_allocator.arena
         assert counters.finished == len(self.told)
-        assert counters.prefix_hits == self.runner.counts["hits"]
-        assert counters.prefix_hit_tokens == self.runner.counts["hit tokens"]
+        assert counters.prefix_hits + counters.restart_hits == self.runner.counts["hits"]
+        assert counters.prefix_hit_tokens + counters.restart_hit_tokens == self.runner.counts["hit tokens"]
         assert counters.forks == self.runner.counts["forks"]
         assert arena.num_free + arena.num_reclaimable == arena.num_pages
         self.scheduler.drop_resume_points()

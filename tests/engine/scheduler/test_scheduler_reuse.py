@@ -173,6 +173,29 @@ def test_long_prompts_with_the_pages_of_a_real_model(budget: int) -> None:
     drive.check_end()
 
 
+@pytest.mark.parametrize(("budget", "num_common"), [(8192, 8200), (8192, 8193), (8192, 16_390), (2048, 4100), (4990, 5000)])
+def test_prompts_that_part_right_after_a_chunk(budget: int, num_common: int) -> None:
+    """Nothing is kept where a chunk ended, so the next one ends where prompts part, however short that makes it."""
+    drive = make(make_layout((1024, 64), (None, 256)), 600, budget=budget, max_model_len=40_000)
+    common, tail = prompt(num_common), 2000
+    for name, num_computed in (("a", num_common + tail), ("b", num_common + tail), ("c", tail), ("d", tail)):
+        assert computed(drive, make_request(name, [*common, *prompt(tail, ord(name))], 1)) <= num_computed + 16
+    drive.check_end()
+
+
+def test_only_prompts_count_as_looked_up() -> None:
+    """Requests that have nothing in common find nothing, even if they start again or have several samples."""
+    drive = make(num_pages=40)
+    for number in range(10):
+        drive.add(make_request(str(number), prompt(20, number), 30, stop=False, n=2 if number == 3 else 1))
+    drive.run()
+    counters = drive.scheduler.counters
+    assert counters.preemptions > 0
+    assert counters.restart_hits > 0
+    assert (counters.prefix_queries, counters.prefix_query_tokens, counters.prefix_hit_tokens) == (10, 200, 0)
+    drive.check_end()
+
+
 def test_a_few_common_tokens_are_not_worth_a_copy() -> None:
     drive = make(make_layout((64, 4), (None, 8)))
     less, enough = prompt(MIN_SHARED - 1), prompt(MIN_SHARED, 1)
