@@ -26,11 +26,6 @@ def bytes_per_value(itemsize: int, precision: str = "auto") -> float:
     return lookup("weight precision", precision, _BYTES_PER_VALUE) or itemsize
 
 
-def bytes_of_bits(bits: int, itemsize: int) -> float:
-    """Return the bytes of one value of a table with 4, 8 or 16 bits, of which 16 are plain. Its scales do not count."""
-    return {16: itemsize, 8: 1.0}.get(bits, 0.5)
-
-
 def stored_bytes(dtype: str, shape: Iterable[int]) -> int:
     """Return the bytes of a tensor in a file. Raise if its type is unknown."""
     if dtype not in _STORED_BYTES:

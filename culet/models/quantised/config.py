@@ -23,6 +23,8 @@ WRITTEN = {"int": _PACKED, "float": _FLOAT}  # the formats that `write.py` write
 _UNCOMPRESSED, _MIXED = (None, "dense"), "mixed-precision"
 _BLOCK = [128, 128]
 _LINEAR = "Linear"
+_TABLES = ("embed_tokens", "embed_tokens_per_layer")
+_TABLE_CLASSES = ("Embedding", "Gemma4TextScaledWordEmbedding")
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,22 @@ class Quantisation:
     has_tables: bool = False  # tables are quantised
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """Return the scheme of a linear module by its full name, or None if it is not quantised."""
+        """Return the scheme of a linear module or table by its full name, or None if it is not quantised."""
         if any(_ignores(entry, module, self.method) for entry in self.ignore):
             return None
+        if self.method in (MOBILE, GGUF) and _is_table(module):
+            return self._table_scheme(module)
         if self.method == MOBILE:
             return Scheme(kind_of("int", 8 if self.bits_for(module) == 8 else 4))
         # As in compressed-tensors, the most exact match counts, and the first of equal ones.
         best = max(self.groups, key=lambda group: group.match(module), default=None)
         return None if best is None or not best.match(module) else best.scheme
+
+    def _table_scheme(self, module: str) -> Scheme | None:
+        bits = self.bits_for(module)
+        if not self.has_tables or bits == 16:
+            return None
+        return Scheme(kind_of("int", 8 if bits == 8 else 4), GROUP if self.method == GGUF else 0)
 
     @property
     def only_scheme(self) -> Scheme | None:
@@ -68,10 +78,15 @@ class Quantisation:
         return next((bits for pattern, bits in self.bits_of if re.search(pattern, module)), self.num_bits)
 
 
+def _is_table(module: str) -> bool:
+    return module.rpartition(".")[2] in _TABLES
+
+
 def _match(target: str, module: str) -> int:
     if target.startswith("re:"):
         return 2 if re.match(target.removeprefix("re:"), module) else 0
-    return 3 if target == module else 1 if target == _LINEAR else 0
+    classes = _TABLE_CLASSES if _is_table(module) else (_LINEAR,)
+    return 3 if target == module else 1 if target in classes else 0
 
 
 def _read_names(values: object) -> tuple[str, ...]:

@@ -11,16 +11,18 @@ from typing import Any
 
 from culet.cache.spec import REPLICAS_HINT, share_among
 from culet.errors import ConfigError
-from culet.layers.weight.byte_sizes import bytes_of_bits, bytes_per_value
+from culet.layers.weight.byte_sizes import bytes_per_value
 from culet.layers.weight.quantised.scheme import Scheme, rounding_of
 from culet.models.quantised.config import Quantisation, read_quantisation
 from culet.models.sizes import check_ranks, text_weights
 from culet.models.spec import LayerSpec, ModelSpec
 
+_HEAD = "lm_head"  # the only module whose name has no prefix
+
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear module of the decoder."""
+    """A linear module of the decoder, or a table."""
 
     part: str  # as in `text_weights`
     name: str
@@ -28,13 +30,19 @@ class Linear:
     num_columns: int
     count: int = 1  # how many modules are like this one
     column_parts: int = 1  # how many ranks can share its columns; 1 if ranks share its rows instead
+    is_table: bool = False
 
 
 def linears(spec: ModelSpec) -> Iterator[Linear]:
-    """Yield every linear module that can be quantised. The router is not among them."""
+    """Yield every linear module and table that can be quantised. The router is not among them."""
+    hidden = spec.hidden_size
+    yield Linear("token embedding", "embed_tokens", spec.vocab_size, hidden, is_table=True)
+    if spec.has_head:
+        yield Linear("head", _HEAD, spec.vocab_size, hidden)
     if spec.ple_dim:
         width = len(spec.layers) * spec.ple_dim
-        yield Linear("per-layer projections", "per_layer_model_projection", width, spec.hidden_size)
+        yield Linear("per-layer embeddings", "embed_tokens_per_layer", spec.ple_vocab_size, width, is_table=True)
+        yield Linear("per-layer projections", "per_layer_model_projection", width, hidden)
     for layer in spec.layers:
         yield from _layer_linears(spec, layer, f"layers.{layer.index}.")
 
@@ -73,26 +81,19 @@ def part_bytes(spec: ModelSpec, config: Mapping[str, Any], itemsize: int, precis
     quantisation, prefix = read_quantisation(config), _prefix(config)
     sizes = {part: count * bytes_per_value(itemsize) for part, count in text_weights(spec).items()}
     for linear in linears(spec):
-        scheme = _scheme(prefix + linear.name, linear, quantisation, precision)
+        scheme = _scheme(prefix, linear, quantisation, precision)
         if scheme is not None:
             plain = linear.num_rows * linear.num_columns * itemsize
             quantised = scheme.num_bytes(linear.num_rows, linear.num_columns, itemsize)
             sizes[linear.part] += linear.count * (quantised - plain)
-    if spec.has_head:
-        bits = 16 if quantisation is None or quantisation.scheme_of("lm_head") is None else quantisation.bits_for("lm_head")
-        sizes["head"] = spec.vocab_size * spec.hidden_size * bytes_of_bits(bits, itemsize)
-    if quantisation is not None and quantisation.has_tables:
-        for part, name in (("token embedding", "embed_tokens"), ("per-layer embeddings", "embed_tokens_per_layer")):
-            if part in sizes:
-                bits = quantisation.bits_for(prefix + name)
-                sizes[part] *= bytes_of_bits(bits, itemsize) / itemsize
     return {part: round(size) for part, size in sizes.items()}
 
 
-def _scheme(name: str, linear: Linear, quantisation: Quantisation | None, precision: str) -> Scheme | None:
+def _scheme(prefix: str, linear: Linear, quantisation: Quantisation | None, precision: str) -> Scheme | None:
+    """Return the scheme of a module in memory, or None if it is plain."""
     if quantisation is not None:
-        return quantisation.scheme_of(name)
-    if precision == "auto":
+        return quantisation.scheme_of(linear.name if linear.name == _HEAD else prefix + linear.name)
+    if precision == "auto" or linear.is_table:
         return None
     rounding = rounding_of(precision)
     return rounding.scheme if rounding.fits(linear.num_columns) else None
@@ -124,7 +125,7 @@ def _cut_group(spec: ModelSpec, config: Mapping[str, Any], precision: str, num_r
     """Return the first module whose groups of columns ranks would cut, how many columns each holds, and the group's size."""
     quantisation, prefix = read_quantisation(config), _prefix(config)
     for linear in linears(spec):
-        scheme = _scheme(prefix + linear.name, linear, quantisation, precision)
+        scheme = _scheme(prefix, linear, quantisation, precision)
         parts = min(num_ranks, linear.column_parts)
         unit, held = 1 if scheme is None else scheme.column_unit, linear.num_columns // parts
         if parts > 1 and held % unit:
