@@ -250,7 +250,8 @@ def weights_of(facts: Facts) -> dict[str, Any]:
 
 def shares_of(facts: Facts, *, text_only: bool = False) -> list[Share]:
     """Return how ranks share the weights of the text decoder, the drafter and, unless `text_only`, the loaded towers."""
-    sizes = part_bytes(facts.spec, facts.values, _ITEMSIZES[facts.dtype], facts.config.model.quantization)
+    precision = facts.config.model.quantization
+    sizes = part_bytes(facts.spec, facts.values, _ITEMSIZES[facts.dtype], precision, facts.num_ranks)
     shares = weight_shares(facts.spec, facts.layout, sizes, facts.num_ranks)
     drafter = facts.drafter
     size = 0 if drafter is None else drafter.weight_bytes(_ITEMSIZES[facts.dtype], facts.layout)

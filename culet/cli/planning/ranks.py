@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from culet.attention.plan import heads_of_rank
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.hardware import Link
-from culet.models.sizes import attention_weights
 from culet.models.spec import ModelSpec
 from culet.parallel.reduce.choice import Method, Reductions
 
@@ -79,24 +78,23 @@ def _moved_bytes(num_bytes: int, method: Method, num_ranks: int) -> int:
 
 
 def weight_shares(spec: ModelSpec, layout: CacheLayout, part_bytes: Mapping[str, int], num_ranks: int) -> list[Share]:
-    """Return how ranks share the parts of the text decoder."""
-    return [_weight_share(spec, layout, part, size, num_ranks) for part, size in part_bytes.items()]
+    """Return how ranks share the parts of the text decoder. `part_bytes` are those of each rank."""
+    return [Share(part, *_part_share(spec, layout, part, num_ranks), size) for part, size in part_bytes.items()]
 
 
-def _weight_share(spec: ModelSpec, layout: CacheLayout, part: str, size: int, num_ranks: int) -> Share:
+def _part_share(spec: ModelSpec, layout: CacheLayout, part: str, num_ranks: int) -> tuple[str, str]:
+    """Return how ranks share a part, and why."""
     if part == "attention":
-        counts = [attention_weights(layer, spec.hidden_size) for layer in spec.layers]
         shares = [layout.group_of(layer.kv_source).spec.head_shares for layer in spec.layers]
-        own = sum(count / share for count, share in zip(counts, shares, strict=True)) / sum(counts)
         why = "each rank computes whole heads"
         if min(shares) < num_ranks:
             why = f"global layers have {min(shares)} KV heads, so {num_ranks // min(shares)} ranks hold the same ones"
-        return Share(part, "by heads", why, round(size * own))
+        return "by heads", why
     if part in _BY_WIDTH:
-        return Share(part, _BY_WIDTH[part], "partial sums meet in a reduction", size // num_ranks)
+        return _BY_WIDTH[part], "partial sums meet in a reduction"
     if part in _BY_ROWS:
-        return Share(part, "by vocabulary", "each rank scores its own tokens", size // num_ranks)
-    return Share(part, "whole on each rank", "too small to divide", size)
+        return "by vocabulary", "each rank scores its own tokens"
+    return "whole on each rank", "too small to divide"
 
 
 def cache_share(group: KVGroup, num_ranks: int) -> tuple[str, str]:

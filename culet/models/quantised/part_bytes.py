@@ -17,6 +17,7 @@ from culet.models.quantised.config import Quantisation, read_quantisation
 from culet.models.sizes import check_ranks, text_weights
 from culet.models.spec import LayerSpec, ModelSpec
 
+_FLOAT32_BYTES = 4
 _HEAD = "lm_head"  # the only module whose name has no prefix
 
 
@@ -29,42 +30,56 @@ class Linear:
     num_rows: int
     num_columns: int
     count: int = 1  # how many modules are like this one
-    column_parts: int = 1  # how many ranks can share its columns; 1 if ranks share its rows instead
+    most_parts: int = 1  # how many parts ranks can divide it into
+    has_column_parts: bool = False  # ranks share its columns instead of its rows
     is_table: bool = False
+
+    def shape_of_rank(self, num_ranks: int) -> tuple[int, int]:
+        """Return the rows and columns that each rank holds. If there are more ranks than parts, some hold the same part."""
+        parts = min(num_ranks, self.most_parts)
+        if self.has_column_parts:
+            return self.num_rows, self.num_columns // parts
+        return self.num_rows // parts, self.num_columns
 
 
 def linears(spec: ModelSpec) -> Iterator[Linear]:
     """Yield every linear module and table that can be quantised. The router is not among them."""
-    hidden = spec.hidden_size
-    yield Linear("token embedding", "embed_tokens", spec.vocab_size, hidden, is_table=True)
+    hidden, vocab_size = spec.hidden_size, spec.vocab_size
+    yield Linear("token embedding", "embed_tokens", vocab_size, hidden, most_parts=vocab_size, is_table=True)
     if spec.has_head:
-        yield Linear("head", _HEAD, spec.vocab_size, hidden)
+        yield Linear("head", _HEAD, vocab_size, hidden, most_parts=vocab_size)
     if spec.ple_dim:
         width = len(spec.layers) * spec.ple_dim
         yield Linear("per-layer embeddings", "embed_tokens_per_layer", spec.ple_vocab_size, width, is_table=True)
         yield Linear("per-layer projections", "per_layer_model_projection", width, hidden)
     for layer in spec.layers:
-        yield from _layer_linears(spec, layer, f"layers.{layer.index}.")
+        yield from _attention_linears(spec, layer, f"layers.{layer.index}.self_attn.")
+        yield from _other_linears(spec, layer, f"layers.{layer.index}.")
 
 
-def _layer_linears(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Linear]:
+def _attention_linears(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Linear]:
     hidden, queries, keys = spec.hidden_size, layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    yield Linear("attention", f"{prefix}self_attn.q_proj", queries, hidden)
-    yield Linear("attention", f"{prefix}self_attn.o_proj", hidden, queries, column_parts=layer.num_kv_heads)
+    heads = layer.num_kv_heads
+    yield Linear("attention", f"{prefix}q_proj", queries, hidden, most_parts=heads)
+    yield Linear("attention", f"{prefix}o_proj", hidden, queries, most_parts=heads, has_column_parts=True)
     if layer.owns_kv:
-        yield Linear("attention", f"{prefix}self_attn.k_proj", keys, hidden)
+        yield Linear("attention", f"{prefix}k_proj", keys, hidden, most_parts=heads)
         if not layer.k_eq_v:
-            yield Linear("attention", f"{prefix}self_attn.v_proj", keys, hidden)
+            yield Linear("attention", f"{prefix}v_proj", keys, hidden, most_parts=heads)
+
+
+def _other_linears(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[Linear]:
+    hidden, width = spec.hidden_size, layer.mlp_width
     for name in ("gate_proj", "up_proj"):
-        yield Linear("dense MLP", f"{prefix}mlp.{name}", layer.mlp_width, hidden)
-    yield Linear("dense MLP", f"{prefix}mlp.down_proj", hidden, layer.mlp_width, column_parts=layer.mlp_width)
+        yield Linear("dense MLP", f"{prefix}mlp.{name}", width, hidden, most_parts=width)
+    yield Linear("dense MLP", f"{prefix}mlp.down_proj", hidden, width, most_parts=width, has_column_parts=True)
     if spec.ple_dim:
         yield Linear("per-layer projections", f"{prefix}per_layer_input_gate", spec.ple_dim, hidden)
         yield Linear("per-layer projections", f"{prefix}per_layer_projection", hidden, spec.ple_dim)
     if spec.moe is not None:
-        count, width = spec.moe.num_experts, spec.moe.width
-        yield Linear("routed experts", f"{prefix}experts.0.gate_proj", width, hidden, 2 * count)
-        yield Linear("routed experts", f"{prefix}experts.0.down_proj", hidden, width, count, column_parts=width)
+        count, width, part = spec.moe.num_experts, spec.moe.width, "routed experts"
+        yield Linear(part, f"{prefix}experts.0.gate_proj", width, hidden, 2 * count, most_parts=width)
+        yield Linear(part, f"{prefix}experts.0.down_proj", hidden, width, count, most_parts=width, has_column_parts=True)
 
 
 def _prefix(config: Mapping[str, Any]) -> str:
@@ -72,21 +87,24 @@ def _prefix(config: Mapping[str, Any]) -> str:
     return "model.language_model." if "text_config" in config else "model."
 
 
-def part_bytes(spec: ModelSpec, config: Mapping[str, Any], itemsize: int, precision: str = "auto") -> dict[str, int]:
-    """Return the bytes of each part of the text decoder.
+def part_bytes(
+    spec: ModelSpec, config: Mapping[str, Any], itemsize: int, precision: str = "auto", num_ranks: int = 1
+) -> dict[str, int]:
+    """Return the bytes of each part of the text decoder on each of `num_ranks` ranks.
 
     `config` is the checkpoint's config.json, and `precision` the one that plain weights are quantised to. `itemsize` is that of
     activations, which plain weights share.
     """
     quantisation, prefix = read_quantisation(config), _prefix(config)
-    sizes = {part: count * bytes_per_value(itemsize) for part, count in text_weights(spec).items()}
+    sizes, others = dict.fromkeys(text_weights(spec), 0.0), text_weights(spec)
     for linear in linears(spec):
+        rows, columns = linear.shape_of_rank(num_ranks)
         scheme = _scheme(prefix, linear, quantisation, precision)
-        if scheme is not None:
-            plain = linear.num_rows * linear.num_columns * itemsize
-            quantised = scheme.num_bytes(linear.num_rows, linear.num_columns, itemsize)
-            sizes[linear.part] += linear.count * (quantised - plain)
-    return {part: round(size) for part, size in sizes.items()}
+        plain = rows * columns * bytes_per_value(itemsize)
+        sizes[linear.part] += linear.count * (plain if scheme is None else scheme.num_bytes(rows, columns, itemsize))
+        others[linear.part] -= linear.count * linear.num_rows * linear.num_columns
+    # What is left are norms, other small scales and the router. They are float32, and whole on each rank.
+    return {part: round(size + _FLOAT32_BYTES * others[part]) for part, size in sizes.items()}
 
 
 def _scheme(prefix: str, linear: Linear, quantisation: Quantisation | None, precision: str) -> Scheme | None:
@@ -96,7 +114,8 @@ def _scheme(prefix: str, linear: Linear, quantisation: Quantisation | None, prec
     if precision == "auto" or linear.is_table:
         return None
     rounding = rounding_of(precision)
-    return rounding.scheme if rounding.fits(linear.num_columns) else None
+    fits = rounding.fits(linear.num_columns) and (linear.part != "routed experts" or rounding.fits(linear.num_rows))
+    return rounding.scheme if fits else None  # a layer's experts are quantised together
 
 
 def check_shares(spec: ModelSpec, config: Mapping[str, Any], precision: str, num_ranks: int) -> None:
@@ -126,8 +145,7 @@ def _cut_group(spec: ModelSpec, config: Mapping[str, Any], precision: str, num_r
     quantisation, prefix = read_quantisation(config), _prefix(config)
     for linear in linears(spec):
         scheme = _scheme(prefix, linear, quantisation, precision)
-        parts = min(num_ranks, linear.column_parts)
-        unit, held = 1 if scheme is None else scheme.column_unit, linear.num_columns // parts
-        if parts > 1 and held % unit:
+        unit, (_, held) = 1 if scheme is None else scheme.column_unit, linear.shape_of_rank(num_ranks)
+        if held < linear.num_columns and held % unit:
             return linear, held, unit
     return None

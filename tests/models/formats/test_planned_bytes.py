@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from culet.cli.planning.facts import gather, shares_of
+from culet.config import build_config
+from culet.errors import ConfigError
+from culet.layers.weight.plain import PlainFormat
+from culet.layers.weight.quantised.choose import rounded
+from culet.layers.weight.quantised.forms import Int4, Nvfp4
+from culet.layers.weight.quantised.matrices import QuantisedFormat
+from culet.layers.weight.quantised.sources import PackedInt4, StoredNvfp4
+from culet.layers.weight.weights import WeightFormat, Weights, all_plain
 from culet.models.checkpoint import open_checkpoint
+from culet.models.gemma4 import Gemma4
 from culet.models.quantised.part_bytes import part_bytes
+from culet.models.variants import VARIANTS
+from culet.parallel.group import RankGroup
+from culet.parallel.rank import Rank
 from tests.models.formats import writing
 from tests.models.formats.comparing import load
 from tests.models.formats.test_compressed_tensors import NVFP4, floats, integers
@@ -53,3 +70,53 @@ def test_plain_tables_of_compressed_tensors(tmp_path: Path) -> None:
     model, sizes = load(pair.folder), planned(pair.folder)
     assert sizes["token embedding"] == model.embedding.num_bytes
     assert sizes["per-layer embeddings"] == model.ple.table.num_bytes
+
+
+# Ranks
+
+
+def matrices_in(chosen: WeightFormat) -> Callable[[str], WeightFormat]:
+    """Return a chooser for plain tables and matrices in one format."""
+    return lambda name: PlainFormat() if name.startswith("embed_tokens") else chosen
+
+
+PLAIN: dict[str, Any] = {}
+# By name: the quantization_config, `--quantization`, and the formats of the weights.
+FORMATS: dict[str, tuple[dict[str, Any], str, Callable[[str], WeightFormat]]] = {
+    "bf16": (PLAIN, "auto", all_plain),
+    "fp8": (PLAIN, "fp8", rounded("fp8")),
+    "int4 in groups of 32": (PLAIN, "int4", rounded("int4")),
+    "int4 per channel": (
+        writing.ct_config((["Linear"], integers(4), "pack-quantized")),
+        "auto",
+        matrices_in(QuantisedFormat(Int4(), PackedInt4(0, False))),
+    ),
+    "nvfp4": (
+        writing.ct_config((["Linear"], NVFP4, "nvfp4-pack-quantized")),
+        "auto",
+        matrices_in(QuantisedFormat(Nvfp4(), StoredNvfp4(False))),
+    ),
+}
+# Ranks would cut groups.
+REFUSED = {("26B-A4B", "int4 in groups of 32", 4), ("26B-A4B", "int4 in groups of 32", 8), ("26B-A4B", "nvfp4", 8)}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", ["12B", "26B-A4B", "31B"])
+def test_the_bytes_of_a_rank(name: str, form: str, num_ranks: int, tmp_path: Path) -> None:
+    """The parameters at real sizes, on the first and on the last rank."""
+    described, quantization, choose_format = FORMATS[form]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(VARIANTS[name] | ({"quantization_config": described} if described else {})))
+    config = build_config({"tensor_parallel_size": num_ranks, "quantization": quantization})
+    if (name, form, num_ranks) in REFUSED:
+        with pytest.raises(ConfigError, match="are not whole groups"):
+            gather(str(path), "h100", config)
+        return
+    facts = gather(str(path), "h100", config)
+    expected = sum(share.rank_bytes for share in shares_of(facts, text_only=True))
+    for rank in (Rank(0, num_ranks), Rank(num_ranks - 1, num_ranks)):
+        group = None if num_ranks == 1 else RankGroup(rank)
+        weights = Weights(torch.bfloat16, torch.device("meta"), rank, group, choose_format=choose_format)
+        assert expected == sum(tensor.nbytes for tensor in Gemma4(facts.spec, weights).parameters())
