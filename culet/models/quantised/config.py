@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from culet.errors import CheckpointError
@@ -22,6 +23,7 @@ _FORMATS = (_PACKED, _FLOAT, _NVFP4, _INT)
 WRITTEN = {"int": _PACKED, "float": _FLOAT}  # the formats that `write.py` writes, by type of number
 _UNCOMPRESSED, _MIXED = (None, "dense"), "mixed-precision"
 _BLOCK = [128, 128]
+_FLOAT16_BYTES = 2
 _LINEAR = "Linear"
 _TABLES = ("embed_tokens", "embed_tokens_per_layer")
 _TABLE_CLASSES = ("Embedding", "Gemma4TextScaledWordEmbedding")
@@ -56,11 +58,23 @@ class Quantisation:
             return None
         if self.method in (MOBILE, GGUF) and _is_table(module):
             return self._table_scheme(module)
+        if self.method == GGUF:
+            return self._by_name.get(module)
         if self.method == MOBILE:
             return Scheme(kind_of("int", 8 if self.bits_for(module) == 8 else 4))
         # As in compressed-tensors, the most exact match counts, and the first of equal ones.
         best = max(self.groups, key=lambda group: group.match(module), default=None)
         return None if best is None or not best.match(module) else best.scheme
+
+    @cached_property
+    def _by_name(self) -> dict[str, Scheme]:
+        """Schemes by target. A GGUF file names each of its hundreds of modules."""
+        return {target: group.scheme for group in self.groups for target in group.targets}
+
+    @property
+    def scale_bytes(self) -> int | None:
+        """The bytes of a scale in memory, or None if scales have the type of activations."""
+        return _FLOAT16_BYTES if self.method == GGUF else None
 
     def _table_scheme(self, module: str) -> Scheme | None:
         bits = self.bits_for(module)
@@ -254,17 +268,21 @@ def _read_mobile(values: Mapping[str, Any]) -> Quantisation:
 
 
 def _read_blocks(values: Mapping[str, Any]) -> Quantisation | None:
-    """Read what `gguf_folder.py` wrote about a GGUF file. The file itself says the type of each tensor.
+    """Read what `gguf_folder.py` wrote about a GGUF file: the bits of each module.
 
     A file whose matrices and tables are plain counts as a plain checkpoint.
     """
-    bits = values.get("num_bits")
-    groups = (Group((_LINEAR,), Scheme(kind_of("int", bits), GROUP)),) if bits in (4, 8) else ()
+    modules: dict[int, list[str]] = {}
+    for module, bits in values.get("module_bits", {}).items():
+        if bits not in (4, 8):
+            raise ValueError(f"{_word(module)}: got {bits!r} bits, expected 4 or 8")
+        modules.setdefault(bits, []).append(str(module))
+    groups = tuple(Group(tuple(names), Scheme(kind_of("int", bits), GROUP)) for bits, names in modules.items())
     tables = (
         ("embed_tokens_per_layer", values.get("per_layer_table_bits", 16)),
         ("embed_tokens", values.get("table_bits", 16)),
     )
-    if bits == 16 and all(count == 16 for _, count in tables):
+    if values.get("module_bits") == {} and all(count == 16 for _, count in tables):
         return None
     return Quantisation(GGUF, groups, bits_of=tables, has_tables=True)
 

@@ -22,6 +22,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are matched as a whole
 _SPACE = "\u2581"
 _MAX_SIZE, _MAX_LAYERS = (1 << 31) - 1, 1 << 12
 _OWN_TOKENIZER = "put the tokenizer.json of the model next to the file"
+_TABLE, _PER_LAYER_TABLE = "model.embed_tokens", "model.embed_tokens_per_layer"
 _UNROTATED = 1e29  # rope factors of dims that are not rotated are above this
 
 
@@ -119,7 +120,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     num_shared = _whole(file, "attention.shared_kv_layers", 0)
     first_global, first_sliding = is_sliding.index(False), is_sliding.index(True)
     ple_dim = _whole(file, "embedding_length_per_layer_input", 0)
-    table = file.tensors.get("model.embed_tokens.weight")
+    table = file.tensors.get(f"{_TABLE}.weight")
     if table is None:
         raise _bad(file, "token_embd.weight is missing")
     k_eq_v = f"model.layers.{first_global}.self_attn.v_proj.weight" not in file.tensors
@@ -159,13 +160,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         "eos_token_id": _end_tokens(file)[0],
         "tie_word_embeddings": True,
     }
-    matrices = [name for name in file.tensors if name.endswith("mlp.down_proj.weight")]
-    config["quantization_config"] = {
-        "quant_method": GGUF,
-        "num_bits": _bits_of(file, matrices[0] if matrices else ""),
-        "table_bits": _bits_of(file, "model.embed_tokens.weight"),
-        "per_layer_table_bits": _bits_of(file, "model.embed_tokens_per_layer.weight"),
-    }
+    config["quantization_config"] = _quantisation(file)
     if num_experts := _whole(file, "expert_count", 0):
         config |= {
             "enable_moe_block": True,
@@ -174,6 +169,24 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
             "moe_intermediate_size": _whole(file, "expert_feed_forward_length"),
         }
     return config
+
+
+def _quantisation(file: GgufFile) -> dict[str, Any]:
+    """Return the bits of each module that is not plain, under the name that other quantised checkpoints give it."""
+    modules = {_module_of(name): BITS[tensor.kind] for name, tensor in file.tensors.items() if tensor.kind in BITS}
+    return {
+        "quant_method": GGUF,
+        "module_bits": {name: bits for name, bits in modules.items() if name not in (_TABLE, _PER_LAYER_TABLE)},
+        "table_bits": _bits_of(file, f"{_TABLE}.weight"),
+        "per_layer_table_bits": _bits_of(file, f"{_PER_LAYER_TABLE}.weight"),
+    }
+
+
+def _module_of(tensor: str) -> str:
+    """Return the name of a tensor's module. The first expert stands for all experts of a layer, which are one tensor here."""
+    stem, _, last = tensor.rpartition(".")
+    projection = {"gate_up_proj": "gate_proj", "down_proj": "down_proj"}.get(last)
+    return stem if projection is None else f"{stem}.0.{projection}"
 
 
 def _bits_of(file: GgufFile, name: str) -> int:

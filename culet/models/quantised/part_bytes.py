@@ -96,12 +96,13 @@ def part_bytes(
     activations, which plain weights share.
     """
     quantisation, prefix = read_quantisation(config), _prefix(config)
+    scale_bytes = (None if quantisation is None else quantisation.scale_bytes) or itemsize
     sizes, others = dict.fromkeys(text_weights(spec), 0.0), text_weights(spec)
     for linear in linears(spec):
         rows, columns = linear.shape_of_rank(num_ranks)
         scheme = _scheme(prefix, linear, quantisation, precision)
         plain = rows * columns * bytes_per_value(itemsize)
-        sizes[linear.part] += linear.count * (plain if scheme is None else scheme.num_bytes(rows, columns, itemsize))
+        sizes[linear.part] += linear.count * (plain if scheme is None else scheme.num_bytes(rows, columns, scale_bytes))
         others[linear.part] -= linear.count * linear.num_rows * linear.num_columns
     # What is left are norms, other small scales and the router. They are float32, and whole on each rank.
     return {part: round(size + _FLOAT32_BYTES * others[part]) for part, size in sizes.items()}

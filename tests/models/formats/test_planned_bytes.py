@@ -20,14 +20,17 @@ from culet.layers.weight.quantised.matrices import QuantisedFormat
 from culet.layers.weight.quantised.sources import PackedInt4, StoredNvfp4
 from culet.layers.weight.weights import WeightFormat, Weights, all_plain
 from culet.models.checkpoint import open_checkpoint
+from culet.models.folder import read_config
 from culet.models.gemma4 import Gemma4
 from culet.models.quantised.part_bytes import part_bytes
 from culet.models.variants import VARIANTS
+from culet.models.weights import load_model
 from culet.parallel.group import RankGroup
 from culet.parallel.rank import Rank
 from tests.models.formats import writing
 from tests.models.formats.comparing import load
 from tests.models.formats.test_compressed_tensors import NVFP4, floats, integers
+from tests.models.formats.test_gguf import write_gguf
 
 TABLES = {
     "int4 in groups": (integers(4, 32), "pack-quantized"),
@@ -70,6 +73,34 @@ def test_plain_tables_of_compressed_tensors(tmp_path: Path) -> None:
     model, sizes = load(pair.folder), planned(pair.folder)
     assert sizes["token embedding"] == model.embedding.num_bytes
     assert sizes["per-layer embeddings"] == model.ple.table.num_bytes
+
+
+# GGUF
+
+
+MIXED: dict[str, tuple[str, dict[str, str]]] = {
+    "only Q4_0": ("Q4_0", {}),
+    "Q4_0 in the MLP": ("BF16", {"mlp": "Q4_0"}),
+    "Q4_0 and Q8_0": ("Q4_0", {"mlp.down_proj": "Q8_0", "layers.1.self_attn.k_proj": "Q8_0", "embed_tokens.": "Q8_0"}),
+    "Q8_0 in one layer": ("F16", {"layers.2.": "Q8_0"}),
+    "other types of experts": ("F16", {"experts.gate_up_proj": "Q4_0", "experts.down_proj": "Q8_0", "per_layer": "Q4_0"}),
+}
+
+
+@pytest.mark.parametrize("shape", ["31B", "26B-A4B", "E2B"])
+@pytest.mark.parametrize("case", MIXED)
+def test_gguf_with_several_types(case: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor counts with its own type."""
+    monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path / "cache"))
+    kind, others = MIXED[case]
+    path, _ = write_gguf(tmp_path, shape, kind, others=others)
+    checkpoint = open_checkpoint(str(path))
+    described = read_config(str(path))  # what `culet plan FILE` reads
+    for dtype in torch.float32, torch.bfloat16:
+        model = load_model(checkpoint, dtype=dtype, device=torch.device("cpu"), progress=False)
+        sizes = part_bytes(checkpoint.spec, described, dtype.itemsize)
+        assert sum(sizes.values()) == sum(tensor.nbytes for tensor in model.parameters())
+        assert sizes == part_bytes(checkpoint.spec, checkpoint.config, dtype.itemsize)
 
 
 # Ranks
