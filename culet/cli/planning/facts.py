@@ -19,7 +19,7 @@ from culet.layers.weight.quantised.scheme import GGUF, is_widened, kind_of
 from culet.media.items import MediaKind
 from culet.models.folder import read_config
 from culet.models.quantised.config import read_quantisation
-from culet.models.quantised.part_bytes import check_shares, part_bytes
+from culet.models.quantised.part_bytes import check_columns, check_shares, part_bytes
 from culet.models.sizes import (
     Room,
     pages_of_sequence,
@@ -108,6 +108,7 @@ def gather(model: str, gpu_name: str, config: Config, seq_lens: Sequence[int] = 
     drafter = None if drafts is None else open_drafter(drafts, spec)
     kept = {latent: cache_specs(spec, drafter, _ITEMSIZES[dtype], latent=latent) for latent in (True, False)}
     num_ranks = config.parallel.tensor_parallel_size
+    check_columns(spec, values)
     check_shares(spec, values, config.model.quantization, num_ranks)
     stored = {latent: stored_as(specs, config.cache.kv_cache_dtype) for latent, specs in kept.items()}
     layouts = {latent: plan_cache(share_among(specs, num_ranks)) for latent, specs in stored.items()}

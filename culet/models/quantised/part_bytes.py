@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from culet.cache.spec import REPLICAS_HINT, share_among
-from culet.errors import ConfigError
+from culet.errors import CheckpointError, ConfigError
 from culet.layers.weight.byte_sizes import bytes_per_value
 from culet.layers.weight.quantised.scheme import Scheme, rounding_of
 from culet.models.quantised.config import Quantisation, read_quantisation
 from culet.models.sizes import check_ranks, text_weights
 from culet.models.spec import LayerSpec, ModelSpec
 
+_EXPERTS = "routed experts"
 _FLOAT32_BYTES = 4
 _HEAD = "lm_head"  # the only module whose name has no prefix
 
@@ -77,7 +78,7 @@ def _other_linears(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[L
         yield Linear("per-layer projections", f"{prefix}per_layer_input_gate", spec.ple_dim, hidden)
         yield Linear("per-layer projections", f"{prefix}per_layer_projection", hidden, spec.ple_dim)
     if spec.moe is not None:
-        count, width, part = spec.moe.num_experts, spec.moe.width, "routed experts"
+        count, width, part = spec.moe.num_experts, spec.moe.width, _EXPERTS
         yield Linear(part, f"{prefix}experts.0.gate_proj", width, hidden, 2 * count, most_parts=width)
         yield Linear(part, f"{prefix}experts.0.down_proj", hidden, width, count, most_parts=width, has_column_parts=True)
 
@@ -115,8 +116,36 @@ def _scheme(prefix: str, linear: Linear, quantisation: Quantisation | None, prec
     if precision == "auto" or linear.is_table:
         return None
     rounding = rounding_of(precision)
-    fits = rounding.fits(linear.num_columns) and (linear.part != "routed experts" or rounding.fits(linear.num_rows))
+    fits = rounding.fits(linear.num_columns) and (linear.part != _EXPERTS or rounding.fits(linear.num_rows))
     return rounding.scheme if fits else None  # a layer's experts are quantised together
+
+
+def check_columns(spec: ModelSpec, config: Mapping[str, Any]) -> None:
+    """Raise what the loader raises for a quantised checkpoint whose groups or blocks do not divide the model's matrices.
+
+    The loader asks the stored tensors instead, because a module may be plain although the config says otherwise.
+    """
+    quantisation, prefix = read_quantisation(config), _prefix(config)
+    for linear in linears(spec):
+        scheme = _scheme(prefix, linear, quantisation, "auto")
+        if scheme is None:
+            continue
+        if scheme.group and linear.num_columns % scheme.group:
+            problem = f"{prefix}{linear.name} has {linear.num_columns} columns, which groups of {scheme.group} do not divide"
+            raise CheckpointError(problem, hint="group_size in config.json is wrong, or the tensor is cut off")
+        if linear.part == _EXPERTS and scheme.scales == "block":
+            _check_blocks(linear, scheme.column_unit)
+
+
+def _check_blocks(linear: Linear, size: int) -> None:
+    """Raise if fp8 blocks do not divide the width of experts, which is the dimension that ranks share."""
+    width = linear.most_parts
+    if width % size:
+        stack = linear.name.partition(".experts.")[0]
+        raise CheckpointError(
+            f"{stack}.experts: fp8 blocks of {size} x {size} do not divide experts of width {width}",
+            hint="use a checkpoint with one scale per channel, such as RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic",
+        )
 
 
 def check_shares(spec: ModelSpec, config: Mapping[str, Any], precision: str, num_ranks: int) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from culet.cli.planning.facts import gather, shares_of
 from culet.config import build_config
-from culet.errors import ConfigError
+from culet.errors import CheckpointError, ConfigError
 from culet.layers.weight.plain import PlainFormat
 from culet.layers.weight.quantised.choose import rounded
 from culet.layers.weight.quantised.forms import Int4, Nvfp4
@@ -101,6 +101,55 @@ def test_gguf_with_several_types(case: str, shape: str, tmp_path: Path, monkeypa
         sizes = part_bytes(checkpoint.spec, described, dtype.itemsize)
         assert sum(sizes.values()) == sum(tensor.nbytes for tensor in model.parameters())
         assert sizes == part_bytes(checkpoint.spec, checkpoint.config, dtype.itemsize)
+
+
+# What does not fit a format
+
+
+BLOCKS = floats("block", block_structure=[128, 128]), "float-quantized"
+
+
+def plan_refuses(folder: Path) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        gather(str(folder), "h100", build_config({}))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("stored", "said", "sizes", "message"),
+    [
+        (BLOCKS, BLOCKS, {"moe_intermediate_size": 64}, "layers.0.experts: fp8 blocks of 128 x 128 do not divide experts"),
+        (
+            (integers(4, 64), "pack-quantized"),
+            (integers(4, 128), "pack-quantized"),
+            {"intermediate_size": 192},
+            "layers.0.mlp.down_proj has 192 columns, which groups of 128 do not divide",
+        ),
+    ],
+)
+def test_the_plan_refuses_what_the_loader_refuses(
+    stored: Any, said: Any, sizes: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one GPU too, and with the same words."""
+    monkeypatch.setitem(writing.SHAPES, "26B-A4B", writing.SHAPES["26B-A4B"] | sizes)
+    quantise, config = writing.compressed(*stored), writing.ct_config((["Linear"], *said))
+    pair = writing.write_pair(tmp_path, "26B-A4B", quantise, config)
+    with pytest.raises(CheckpointError, match=message) as loaded:
+        load(pair.folder)
+    refused = plan_refuses(pair.folder)
+    assert (refused.message, refused.hint) == (loaded.value.message, loaded.value.hint)
+
+
+def test_formats_that_the_26b_cannot_have(tmp_path: Path) -> None:
+    """Its experts are 5.5 blocks wide, and its MLP is 16.5 groups of 128."""
+    path = tmp_path / "config.json"
+    for weights, form in (BLOCKS, (integers(4, 128), "pack-quantized")):
+        config = {"quantization_config": writing.ct_config((["Linear"], weights, form))}
+        path.write_text(json.dumps(VARIANTS["26B-A4B"] | config))
+        assert "do not divide" in plan_refuses(path).message
+        for name in "12B", "31B":
+            path.write_text(json.dumps(VARIANTS[name] | config))
+            gather(str(path), "h100", build_config({}))
 
 
 # Ranks
