@@ -24,8 +24,11 @@ def quantize(model: str, out: str, precision: str, revision: str | None, device:
       culet quantize ./my-gemma ./my-gemma-int4 --format int4
       culet quantize built-in ./small-int4 --format int4
 
-    The copy is in the compressed-tensors format, which vLLM and transformers also read. Weights are rounded to nearest: fp8
-    with a scale per row, int4 with a scale per 32 values. Google's int4 files, from quantisation-aware training, are better.
+    The copy is in the compressed-tensors format, which vLLM also reads. transformers reads it for models without experts. The
+    experts of the 26B-A4B are written one by one, and transformers starts with random ones instead, without an error.
+
+    Weights are rounded to nearest: fp8 with a scale per row, int4 with a scale per 32 values. Google's int4 files, from
+    quantisation-aware training, are better.
     """
     from culet.engine.resolve import resolve_device
     from culet.models.checkpoint import open_checkpoint

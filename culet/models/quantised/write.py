@@ -1,4 +1,7 @@
-"""Write a quantised copy of a plain checkpoint, in the form of compressed-tensors. vLLM and transformers read it too."""
+"""Write a quantised copy of a plain checkpoint, in the form of compressed-tensors.
+
+vLLM reads it too. transformers does so only for models without experts.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +78,10 @@ def _write_all(
     if plain:
         group = rounding_of(precision).scheme.group
         logger.info("%d matrices keep their precision, because groups of %d do not divide them", len(plain), group)
+    if any(_EXPERTS.fullmatch(tensor.name) and tensor.name not in plain for tensor in tensors):
+        logger.warning(
+            "experts are written one by one, as vLLM reads them; transformers would start with random experts, without an error"
+        )
     for file in sorted(checkpoint.folder.iterdir()):
         if file.suffix in _COPIED and file.name not in (CONFIG_FILE, INDEX_FILE):
             shutil.copyfile(file, target / file.name)

@@ -54,6 +54,20 @@ def test_a_written_checkpoint_equals_quantising_at_load(precision: str, shape: s
     assert min(errors) > 0.005
 
 
+@pytest.mark.parametrize(
+    ("shape", "sizes", "is_warned"),
+    [("26B-A4B", {}, True), ("26B-A4B", {"moe_intermediate_size": 48}, False), ("31B", {}, False)],
+)
+def test_a_warning_about_experts(
+    shape: str, sizes: dict[str, int], is_warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers does not read experts that are written one by one. Those that stay plain stay in one tensor."""
+    folder = write_checkpoint(tmp_path / "plain", shape, overrides=SHAPES[shape] | sizes)
+    write(folder, tmp_path / "out", "int4")
+    said = capsys.readouterr().err
+    assert said.count("experts are written one by one") == said.count("random experts") == is_warned
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "shape"), [("fp8", "31B"), ("int4", "31B"), ("int4", "E2B"), ("fp8", "E2B")])
 def test_transformers_reads_a_written_checkpoint(precision: str, shape: str, tmp_path: Path) -> None:
