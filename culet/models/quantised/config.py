@@ -23,7 +23,6 @@ _FORMATS = (_PACKED, _FLOAT, _NVFP4, _INT)
 WRITTEN = {"int": _PACKED, "float": _FLOAT}  # the formats that `write.py` writes, by type of number
 _UNCOMPRESSED, _MIXED = (None, "dense"), "mixed-precision"
 _BLOCK = [128, 128]
-_FLOAT16_BYTES = 2
 _LINEAR = "Linear"
 _TABLES = ("embed_tokens", "embed_tokens_per_layer")
 _TABLE_CLASSES = ("Embedding", "Gemma4TextScaledWordEmbedding")
@@ -74,7 +73,7 @@ class Quantisation:
     @property
     def scale_bytes(self) -> int | None:
         """The bytes of a scale in memory, or None if scales have the type of activations."""
-        return _FLOAT16_BYTES if self.method == GGUF else None
+        return {GGUF: 2, MOBILE: 4}.get(self.method)
 
     def _table_scheme(self, module: str) -> Scheme | None:
         bits = self.bits_for(module)

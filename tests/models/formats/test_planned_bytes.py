@@ -31,6 +31,7 @@ from tests.models.formats import writing
 from tests.models.formats.comparing import load
 from tests.models.formats.test_compressed_tensors import NVFP4, floats, integers
 from tests.models.formats.test_gguf import write_gguf
+from tests.models.formats.test_other_tools import write_mobile
 
 TABLES = {
     "int4 in groups": (integers(4, 32), "pack-quantized"),
@@ -73,6 +74,18 @@ def test_plain_tables_of_compressed_tensors(tmp_path: Path) -> None:
     model, sizes = load(pair.folder), planned(pair.folder)
     assert sizes["token embedding"] == model.embedding.num_bytes
     assert sizes["per-layer embeddings"] == model.ple.table.num_bytes
+
+
+def test_mobile_checkpoints(tmp_path: Path) -> None:
+    """Scales of rows are float32. The head has two scales of activations too, which are not counted."""
+    checkpoint = open_checkpoint(str(write_mobile(tmp_path, 0.01)[0]))
+    model = load_model(checkpoint, dtype=torch.bfloat16, device=torch.device("cpu"), progress=False)
+    assert model.head is not None
+    assert model.ple is not None
+    sizes = part_bytes(checkpoint.spec, checkpoint.config, 2)
+    assert sizes["token embedding"] == model.embedding.num_bytes
+    assert sizes["per-layer embeddings"] == model.ple.table.num_bytes
+    assert sizes["head"] == model.head.num_bytes - 8
 
 
 # GGUF
