@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from culet.media.parts import MediaOptions, read_options
 from culet.media.sources import MediaSource, check_pixels, pixel_source, sample_source
 
 _LIMITS = MediaLimits()
+_METADATA_READ = ("fps", "frames_indices", "do_sample_frames")  # of a video
+_METADATA_IGNORED = ("total_num_frames", "duration", "video_backend", "width", "height")  # they say nothing about its frames
+_MAX_INDEX = 1 << 32
 
 
 def open_local(source: MediaSource, value: Any) -> MediaSource:
@@ -30,19 +33,24 @@ def open_local(source: MediaSource, value: Any) -> MediaSource:
         return replace(source, data=_read_file(Path(value).expanduser(), source))
     if isinstance(value, bytes | bytearray | memoryview):
         return replace(source, data=bytes(value))
-    rate = 0.0
+    settings: dict[str, Any] = {}
     if _has_rate(value, source.kind):
-        value, rate = value[0], _rate_of(value[1], source)
-    settings = {"max_soft_tokens": source.max_soft_tokens, "detail": source.detail, "is_split": source.is_split}
+        value, about = value
+        is_metadata = source.kind == MediaKind.VIDEO and isinstance(about, Mapping)
+        settings = _read_metadata(about, source.name) if is_metadata else {"rate": _read_rate(about, source.name)}
+    settings |= {"max_soft_tokens": source.max_soft_tokens, "detail": source.detail, "is_split": source.is_split}
     if source.kind == MediaKind.AUDIO:
-        return sample_source(value, rate, name=source.name, **settings)
+        return sample_source(value, settings.pop("rate", 0.0), name=source.name, **settings)
     if source.kind == MediaKind.IMAGE and _is_picture(value):
         value = _read_picture(value, source.name)
     elif source.kind == MediaKind.VIDEO and isinstance(value, list | tuple):
         value = _stack_frames(value, source.name)
-    found = pixel_source(value, name=source.name, rate=rate, **settings)
+    found = pixel_source(value, name=source.name, **settings)
     if found.kind != source.kind:
         raise BadRequest(f"{source.name}: got {found.kind.with_article}, expected {source.kind.with_article}")
+    if found.indices and len(found.indices) != found.shape[0]:
+        problem = f"{source.name}: got {len(found.indices)} frames_indices for {found.shape[0]} frames"
+        raise BadRequest(problem, hint="give one index for each frame: its place in the original video")
     return found
 
 
@@ -172,11 +180,46 @@ def _stack_frames(values: Sequence[Any], name: str) -> Any:
     return np.stack(frames)
 
 
-def _rate_of(value: Any, source: MediaSource) -> float:
-    """Return the number of samples or frames per second. vLLM gives it in a mapping for videos."""
-    rate = value.get("fps") if isinstance(value, Mapping) else value
+def _read_rate(rate: Any, name: str) -> float:
+    """Return the number of samples or frames per second."""
     if isinstance(rate, bool) or not isinstance(rate, Real):
-        raise BadRequest(f"{source.name}: got a rate of type {type(rate).__name__}, expected a number per second")
+        raise BadRequest(f"{name}: got a rate of type {type(rate).__name__}, expected a number per second")
     if not (math.isfinite(found := float(rate)) and found > 0):
-        raise BadRequest(f"{source.name}: got a rate of {rate}, expected a number above 0")
+        raise BadRequest(f"{name}: got a rate of {rate}, expected a number above 0")
     return found
+
+
+def _read_metadata(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the fields of a video's source that its metadata says, in the form of vLLM and transformers."""
+    found = {key: value for key, value in given.items() if value is not None}  # transformers' may have None for all of them
+    for key in found:
+        if key not in (*_METADATA_READ, *_METADATA_IGNORED):
+            problem = f"{name}: got the key {str(key)[:100]!r} in a video's metadata, expected {', '.join(_METADATA_READ)}"
+            raise BadRequest(problem, hint="omit it, because it is not read")
+    if "fps" not in found:
+        hint = "add fps, the number of frames per second, such as {'fps': 24}"
+        raise BadRequest(f"{name}: got a video's metadata without fps", hint=hint)
+    is_sampled = found.get("do_sample_frames", True)
+    is_sampled = is_sampled.item() if hasattr(is_sampled, "item") else is_sampled
+    if not isinstance(is_sampled, bool):
+        raise BadRequest(f"{name}: do_sample_frames: got {type(is_sampled).__name__}, expected True or False")
+    indices = _read_indices(found["frames_indices"], name) if "frames_indices" in found else ()
+    return {"rate": _read_rate(found["fps"], name), "indices": indices, "takes_all": not is_sampled}
+
+
+def _read_indices(values: Any, name: str) -> tuple[int, ...]:
+    """Return the place of each frame in the original video. Raise unless they ascend."""
+    problem, expected = f"{name}: frames_indices: got", "expected ascending whole numbers from 0 on, one for each frame"
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise BadRequest(f"{problem} {type(values).__name__}, {expected}")
+    if not values:
+        raise BadRequest(f"{problem} none, {expected}")
+    indices: list[int] = []
+    for at, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise BadRequest(f"{problem} {type(value).__name__} at {at}, {expected}")
+        if not (indices[-1] if indices else -1) < int(value) < _MAX_INDEX:
+            raise BadRequest(f"{problem} {value} at {at}{f' after {indices[-1]}' if indices else ''}, {expected}")
+        indices.append(int(value))
+    return tuple(indices)

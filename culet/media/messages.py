@@ -33,6 +33,7 @@ class Question(msgspec.Struct, frozen=True):
     is_split: bool = False  # audio that is too long for the model becomes several items
     shape: tuple[int, ...] = ()  # of raw pixels
     rate: float = 0.0  # of raw samples or frames, per second
+    indices: tuple[int, ...] = ()  # of raw frames in the video that they were taken from, if they are not all of it
 
 
 class ItemFacts(msgspec.Struct, frozen=True):

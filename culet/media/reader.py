@@ -146,6 +146,10 @@ class MediaReader:
             raise BadRequest(problem, hint=f"start without {self._off_by}")
         self.spec.check_kind(source.name, source.kind)
         self.spec.budget(source.kind, source.max_soft_tokens, source.detail)
+        if source.takes_all and source.shape[0] > self.spec.num_frames:
+            most = self.spec.num_frames
+            problem = f"{source.name}: got {source.shape[0]} frames with do_sample_frames: False, expected at most {most}"
+            raise BadRequest(problem, hint=f"give at most {most}, or omit do_sample_frames: then {most} of them are taken")
         if source.is_remote:
             check_url(source.url, self._rules, source.name)
 
@@ -165,6 +169,7 @@ class MediaReader:
             is_split=source.is_split,
             shape=source.shape,
             rate=source.rate,
+            indices=source.indices,
         )
         medium = self.pool.decode(source.name, question, data, stopper)
         self.spec.check_sides(source.name, medium)

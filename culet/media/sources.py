@@ -28,6 +28,8 @@ class MediaSource:
     form: MediaForm = MediaForm.FILE
     shape: tuple[int, ...] = ()  # of raw pixels: [height, width, 3], or [frames, height, width, 3] for a video
     rate: float = 0.0  # of raw samples or frames, per second
+    indices: tuple[int, ...] = ()  # of raw frames in the video that they were taken from, if they are not all of it
+    takes_all: bool = False  # the raw frames are all shown, or refused if they are too many
     max_soft_tokens: int | None = None  # of an image or a frame: 70, 140, 280, and for images also 560 or 1120
     detail: str | None = None  # low (the least), high (the most) or auto (the model's default), unless max_soft_tokens is set
     is_split: bool = False  # audio of more than 30 s becomes several parts for E2B and E4B, instead of an error

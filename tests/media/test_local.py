@@ -139,6 +139,60 @@ def test_frames_are_one_video(reader: MediaReader):
     assert open_local(MediaSource(MediaKind.VIDEO, "part"), pictures).shape == whole.shape
 
 
+def video(num_given: int, **about: Any) -> MediaSource:
+    """Return a video of grey frames, each lighter than the one before, with its metadata in vLLM's form."""
+    pixels = np.zeros((num_given, 8, 8, 3), np.uint8) + np.arange(num_given, dtype=np.uint8)[:, None, None, None]
+    (source,) = read(video=[(pixels, about)])
+    return source
+
+
+def test_metadata_of_frames_that_were_taken_from_a_video(reader: MediaReader):
+    about = {"total_num_frames": 4000, "duration": 160.0, "video_backend": "opencv", "width": None, "height": 8}
+    for indices in ([0, 50, 1600], np.array([0, 50, 1600]), (np.int64(0), 50, 1600)):
+        source = video(3, fps=25, frames_indices=indices, do_sample_frames=False, **about)
+        (medium,) = reader.read_now([source])
+        assert medium.timestamps == (0.0, 2.0, 64.0)
+    (medium,) = reader.read_now([video(3, fps=2, frames_indices=None, do_sample_frames=np.bool_(False), **about)])
+    assert medium.timestamps == (0.0, 0.5, 1.0)  # without indices the frames follow each other
+
+
+def test_indices_go_with_the_frames_that_are_taken(reader: MediaReader):
+    (medium,) = reader.read_now([video(64, fps=10, frames_indices=range(0, 1280, 20))])
+    assert medium.timestamps == tuple(4.0 * at for at in range(32))
+    assert [item.data[0] for item in medium.items] == list(range(0, 64, 2))
+
+
+def test_frames_that_may_not_be_left_out(reader: MediaReader):
+    assert len(reader.read_now([video(32, fps=2, do_sample_frames=False)])[0].items) == 32
+    many = video(33, fps=2, do_sample_frames=False)
+    problem = r"data.video\[0\]: got 33 frames with do_sample_frames: False, expected at most 32"
+    with pytest.raises(BadRequest, match=problem) as raised:
+        reader.read_now([many])
+    assert raised.value.hint == "give at most 32, or omit do_sample_frames: then 32 of them are taken"
+
+
+@pytest.mark.parametrize(
+    ("about", "problem"),
+    [
+        ({"frames_indices": [0, 5]}, "got 2 frames_indices for 3 frames"),
+        ({"frames_indices": [0, 5, 5]}, "frames_indices: got 5 at 2 after 5, expected ascending whole numbers"),
+        ({"frames_indices": [-1, 5, 6]}, "frames_indices: got -1 at 0, expected"),
+        ({"frames_indices": [0, 5, 1 << 40]}, "frames_indices: got 1099511627776 at 2 after 5"),
+        ({"frames_indices": [0, 1.0, 2]}, "frames_indices: got float at 1"),
+        ({"frames_indices": [False, True, 2]}, "frames_indices: got bool at 0"),
+        ({"frames_indices": []}, "frames_indices: got none"),
+        ({"frames_indices": "012"}, "frames_indices: got str"),
+        ({"do_sample_frames": "no"}, "do_sample_frames: got str, expected True or False"),
+        ({"num_frames": 8}, "got the key 'num_frames' in a video's metadata, expected fps, frames_indices, do_sample_frames"),
+        ({"fps": None}, "got a video's metadata without fps"),
+        ({"fps": 0}, "got a rate of 0, expected a number above 0"),
+    ],
+)
+def test_metadata_that_cannot_be_used(about: dict[str, Any], problem: str):
+    with pytest.raises(BadRequest, match=rf"data.video\[0\]: {problem}"):
+        video(3, **{"fps": 2, **about})
+
+
 def test_audio_in_tuples():
     samples = np.zeros(2000, np.float32)
     assert [source.rate for source in read(audio=(samples, 16000))] == [16000]

@@ -60,8 +60,9 @@ def _decode_video(question: Question, data: bytes, limits: MediaLimits) -> tuple
     if question.form == MediaForm.RAW:
         frames = _raw_pixels(question, data)
         rate = question.rate or video.DEFAULT_RATE
-        indices = sampled_indices(len(frames), question.num_frames)
-        return [prepare(frames[index]) for index in indices], [index / rate for index in indices]
+        taken = sampled_indices(len(frames), question.num_frames)
+        indices = question.indices or range(len(frames))
+        return [prepare(frames[at]) for at in taken], [indices[at] / rate for at in taken]
     return video.decode_video(data, question.num_frames, limits, prepare)
 
 
