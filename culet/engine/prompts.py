@@ -56,8 +56,8 @@ class PromptReader:
             if not known or others:
                 got = f"the key {others[0]!r}" if others else "neither"
                 raise BadRequest(f"{name}: got {got}, expected prompt or prompt_token_ids, and perhaps multi_modal_data")
+            options = read_options(prompt.get("mm_processor_kwargs"))
             if prompt.get("multi_modal_data") is not None:
-                options = prompt.get("mm_processor_kwargs")
                 sources = read_media_data(prompt["multi_modal_data"], options, f"{name}: multi_modal_data")
             prompt = prompt[known[0]]
         if isinstance(prompt, str):

@@ -16,7 +16,7 @@ from typing import Any
 from culet.errors import BadRequest
 from culet.media.items import MediaKind
 from culet.media.limits import MediaLimits
-from culet.media.parts import MediaOptions, read_options
+from culet.media.parts import MediaOptions
 from culet.media.sources import MediaSource, check_pixels, pixel_source, sample_source
 
 _LIMITS = MediaLimits()
@@ -54,14 +54,13 @@ def open_local(source: MediaSource, value: Any) -> MediaSource:
     return found
 
 
-def read_media_data(data: Any, options: Mapping[str, Any] | None, name: str) -> list[MediaSource]:
-    """Read `multi_modal_data`: one value or several for each kind. `options` are the `mm_processor_kwargs`.
+def read_media_data(data: Any, options: MediaOptions, name: str) -> list[MediaSource]:
+    """Read `multi_modal_data`: one value or several for each kind.
 
     Several values are a list or a tuple. A list or a tuple of frames is one video.
     """
     if not isinstance(data, Mapping):
         raise BadRequest(f"{name}: got {type(data).__name__}, expected a mapping with image, video or audio")
-    found = read_options(options)
     sources = []
     for kind_name, values in data.items():
         if kind_name not in list(MediaKind):
@@ -70,7 +69,7 @@ def read_media_data(data: Any, options: Mapping[str, Any] | None, name: str) -> 
             continue
         kind = MediaKind(kind_name)
         for index, value in enumerate(values if _is_several(values, kind) else [values]):
-            sources.append(open_local(_empty(kind, f"{name}.{kind}[{index}]", found), value))
+            sources.append(open_local(_empty(kind, f"{name}.{kind}[{index}]", options), value))
     return sources
 
 

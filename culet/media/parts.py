@@ -48,10 +48,15 @@ class MediaOptions:
 
 def read_options(given: Mapping[str, Any] | None) -> MediaOptions:
     """Read `mm_processor_kwargs`. Raise if it has a key that would change nothing."""
-    for name in given or {}:
+    if given is None:
+        return MediaOptions()
+    if not isinstance(given, Mapping):
+        problem = f"mm_processor_kwargs: got {type(given).__name__}, expected a mapping with max_soft_tokens"
+        raise BadRequest(problem, hint="such as {'max_soft_tokens': 280}")
+    for name in given:
         if name != "max_soft_tokens":
             raise BadRequest(f"mm_processor_kwargs: got {str(name)[:100]!r}, expected max_soft_tokens")
-    return MediaOptions(**(given or {}))
+    return MediaOptions(**given)
 
 
 @dataclass(frozen=True)

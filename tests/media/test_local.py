@@ -12,6 +12,7 @@ from PIL import Image
 from culet.errors import BadRequest
 from culet.media.items import MediaKind
 from culet.media.local import open_local, read_media_data
+from culet.media.parts import MediaOptions, read_options
 from culet.media.reader import MediaReader
 from culet.media.sources import MediaSource
 from tests.media.noise import noise
@@ -111,7 +112,7 @@ def test_arrays_may_be_grey_or_transparent():
 
 
 def read(**data: Any) -> list[MediaSource]:
-    return read_media_data(data, None, "data")
+    return read_media_data(data, MediaOptions(), "data")
 
 
 def test_several_images_may_be_a_tuple():
@@ -213,3 +214,11 @@ def test_audio_in_tuples():
 def test_bad_videos_are_refused(value: Any, problem: str):
     with pytest.raises(BadRequest, match=problem):
         open_local(MediaSource(MediaKind.VIDEO, "video"), value)
+
+
+@pytest.mark.parametrize("given", [3, 0, "", [], ["max_soft_tokens"], "max_soft_tokens", True])
+def test_options_of_another_type(given: Any):
+    problem = f"mm_processor_kwargs: got {type(given).__name__}, expected a mapping with max_soft_tokens"
+    with pytest.raises(BadRequest, match=problem):
+        read_options(given)
+    assert read_options(None) == read_options({}) == MediaOptions()

@@ -87,6 +87,13 @@ def test_the_budget_decides_how_many_tokens(llm, pixels):
     assert len(many.prompt_token_ids) > 3 * len(few.prompt_token_ids)
 
 
+def test_options_of_another_type(llm):
+    with pytest.raises(BadRequest, match="mm_processor_kwargs: got int, expected a mapping"):
+        llm.chat([{"role": "user", "content": "Hi"}], PARAMS, mm_processor_kwargs=3, use_tqdm=False)
+    with pytest.raises(BadRequest, match="mm_processor_kwargs: got list, expected a mapping"):
+        llm.generate({"prompt": "Hi", "mm_processor_kwargs": ["max_soft_tokens"]}, PARAMS, use_tqdm=False)
+
+
 def test_prompts_with_multi_modal_data(llm, folder, pixels):
     settings = {"mm_processor_kwargs": {"max_soft_tokens": 70}}
     prompt = {"prompt": "<|image|> and <|image|>", "multi_modal_data": {"image": [pixels, png(pixels)]}, **settings}
