@@ -38,7 +38,7 @@ def open_local(source: MediaSource, value: Any) -> MediaSource:
         value, about = value
         is_metadata = source.kind == MediaKind.VIDEO and isinstance(about, Mapping)
         settings = _read_metadata(about, source.name) if is_metadata else {"rate": _read_rate(about, source.name)}
-    settings |= {"max_soft_tokens": source.max_soft_tokens, "detail": source.detail, "is_split": source.is_split}
+    settings |= {"max_soft_tokens": source.max_soft_tokens, "detail": source.detail}
     if source.kind == MediaKind.AUDIO:
         return sample_source(value, settings.pop("rate", 0.0), name=source.name, **settings)
     if source.kind == MediaKind.IMAGE and _is_picture(value):
@@ -100,7 +100,7 @@ def _is_frame(value: Any) -> bool:
 
 
 def _empty(kind: MediaKind, name: str, options: MediaOptions) -> MediaSource:
-    return MediaSource(kind, name, max_soft_tokens=options.max_soft_tokens, is_split=options.is_split)
+    return MediaSource(kind, name, max_soft_tokens=options.max_soft_tokens)
 
 
 def _read_file(path: Path, source: MediaSource) -> bytes:

@@ -43,7 +43,6 @@ class MediaOptions:
     """Options for all media of a request. A part has its own `detail`."""
 
     max_soft_tokens: int | None = None  # of each image, and of each frame of a video
-    is_split: bool = False  # long audio becomes several parts, instead of an error
 
 
 def read_options(given: Mapping[str, Any] | None) -> MediaOptions:
@@ -140,7 +139,6 @@ def read_part(
         base64=texts[0] if texts else "",
         max_soft_tokens=options.max_soft_tokens,
         detail=_detail_of(fields, name),
-        is_split=options.is_split,
     )
     if source.url or source.base64:
         return source

@@ -32,7 +32,7 @@ class MediaSource:
     takes_all: bool = False  # the raw frames are all shown, or refused if they are too many
     max_soft_tokens: int | None = None  # of an image or a frame: 70, 140, 280, and for images also 560 or 1120
     detail: str | None = None  # low (the least), high (the most) or auto (the model's default), unless max_soft_tokens is set
-    is_split: bool = False  # audio of more than 30 s becomes several parts for E2B and E4B, instead of an error
+    is_split: bool = False  # audio of more than 30 s becomes several parts for E2B and E4B: transcriptions only
 
     @property
     def num_bytes(self) -> int:

@@ -17,6 +17,7 @@ from culet.media.decoding.audio import decode_audio, mel_features, sample_frames
 from culet.media.decoding.mp3 import with_unknown_length
 from culet.media.decoding.refusal import Refusal
 from culet.media.items import MediaKind
+from culet.media.parts import read_options
 from culet.media.reader import MediaReader
 from culet.media.sources import MediaSource, sample_source
 from culet.media.spec import num_mel_frames, num_mel_tokens
@@ -83,8 +84,11 @@ def test_long_audio_is_refused_or_split(reader: MediaReader):
     """Trap 17: nothing is dropped in silence."""
     samples = sound(481_000)
     data = recording(samples, form="FLAC")
-    with pytest.raises(BadRequest, match=r"clip: the audio is 30.1 s long, but this model hears at most 30 s"):
+    with pytest.raises(BadRequest, match=r"clip: the audio is 30.1 s long, but this model hears at most 30 s") as raised:
         read(reader, data)
+    assert "/v1/audio/transcriptions" in raised.value.hint  # only those split it
+    with pytest.raises(BadRequest, match="mm_processor_kwargs: got 'is_split', expected max_soft_tokens"):
+        read_options({"is_split": True})
     parts = read(reader, data, is_split=True)
     assert [item.num_tokens for item in parts] == [750, num_mel_tokens(num_mel_frames(1000))]
     assert [item.num_tokens for item in read(reader, recording(samples[:480_000]))] == [750]

@@ -100,7 +100,8 @@ def split_samples(samples: Array, *, has_mel: bool, is_split: bool) -> list[Arra
         return [samples]
     if not is_split:
         seconds = samples.size / SAMPLE_RATE
-        raise Refusal(f"the audio is {seconds:.1f} s long, but this model hears at most 30 s at once", "cut it into parts")
+        problem = f"the audio is {seconds:.1f} s long, but this model hears at most 30 s at once"
+        raise Refusal(problem, "cut it into parts of 30 s, or have a server write it down (/v1/audio/transcriptions)")
     parts = [samples[begin : begin + MAX_MEL_SAMPLES] for begin in range(0, samples.size, MAX_MEL_SAMPLES)]
     return [part for part in parts if part.size >= least]  # a rest of 10 ms gives no token
 
