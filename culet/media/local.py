@@ -182,7 +182,8 @@ def _stack_frames(values: Sequence[Any], name: str) -> Any:
 def _read_rate(rate: Any, name: str) -> float:
     """Return the number of samples or frames per second."""
     if isinstance(rate, bool) or not isinstance(rate, Real):
-        raise BadRequest(f"{name}: got a rate of type {type(rate).__name__}, expected a number per second")
+        problem = f"{name}: got a rate of type {type(rate).__name__}, expected a number per second"
+        raise BadRequest(problem, hint="such as (samples, 16000) or (frames, 24)")
     if not (math.isfinite(found := float(rate)) and found > 0):
         raise BadRequest(f"{name}: got a rate of {rate}, expected a number above 0")
     return found

@@ -10,10 +10,13 @@ from culet.errors import BadRequest
 from culet.media.items import MediaKind
 from culet.media.limits import MEGABYTE, MediaLimits
 from culet.media.messages import MediaForm
+from culet.media.spec import MAX_CHANNELS
 
 _DATA = "data:"
 _STEP_CHARS = 1 << 20  # a multiple of four, which stand for three bytes
 _LINE_BREAKS = ("\n", "\r")
+_MIN_RATE, _MAX_RATE = 1_000, 1_000_000  # of raw samples
+_READ_FILE = "pass its bytes: file.read()"
 
 
 @dataclass(frozen=True)
@@ -123,11 +126,53 @@ def check_pixels(pixels: Any, name: str) -> Any:
 
 
 def sample_source(samples: Any, rate: float, *, name: str, **settings: Any) -> MediaSource:
-    """Return the source of an array of float samples in [-1, 1], mono. `settings` are other fields of MediaSource."""
-    shape, dtype = tuple(getattr(samples, "shape", ())), str(getattr(samples, "dtype", ""))
-    if len(shape) != 1 or dtype not in ("float32", "float64") or not 1_000 <= rate <= 1_000_000 or rate != int(rate):
-        raise BadRequest(
-            f"{name}: got {dtype or type(samples).__name__} {list(shape)}, expected float [samples] and a rate in Hz"
-        )
-    data = samples.astype("float32").tobytes()
-    return MediaSource(MediaKind.AUDIO, name, data=data, form=MediaForm.RAW, rate=rate, **settings)
+    """Return the source of an array [samples] or [samples, channels]. `settings` are other fields of MediaSource.
+
+    Floats lie in [-1, 1]. int16 and int32 are scaled and channels are averaged as those of a file are.
+    """
+    mono = _to_mono(samples, name)
+    if not rate:
+        problem = f"{name}: got samples without a rate"
+        raise BadRequest(problem, hint="pass them with their rate in Hz, such as (samples, 16000)")
+    if not _MIN_RATE <= rate <= _MAX_RATE or rate != int(rate):
+        problem = f"{name}: got a rate of {rate:.10g} Hz, expected a whole number from {_MIN_RATE} to {_MAX_RATE}"
+        raise BadRequest(problem, hint="give the number of samples per second; resample if it is not whole")
+    return MediaSource(MediaKind.AUDIO, name, data=mono.tobytes(), form=MediaForm.RAW, rate=rate, **settings)
+
+
+def _to_mono(samples: Any, name: str) -> Any:
+    """Return samples as a float32 array [samples]."""
+    import numpy as np
+
+    shape, dtype = tuple(getattr(samples, "shape", ())), getattr(samples, "dtype", None)
+    kind, size = getattr(dtype, "kind", ""), getattr(dtype, "itemsize", 0)
+    is_sound = kind == "f" or (kind == "i" and size in (2, 4))
+    if not is_sound or not (len(shape) == 1 or (len(shape) == 2 and 1 <= shape[1] <= MAX_CHANNELS)):
+        got = f"{dtype or type(samples).__name__} {list(shape)}"
+        expected = f"float, int16 or int32 of the form [samples], or [samples, channels] with at most {MAX_CHANNELS} channels"
+        raise BadRequest(f"{name}: got {got}, expected {expected}", hint=_sample_hint(samples, shape, is_sound=is_sound))
+    with np.errstate(over="ignore"):  # what is too large is refused later
+        floats = np.asarray(samples).astype(np.float32)
+    if kind == "i":
+        floats /= 1 << (8 * size - 1)
+    return floats if floats.ndim == 1 else floats.mean(axis=1)
+
+
+def _sample_hint(samples: Any, shape: tuple[int, ...], *, is_sound: bool) -> str:
+    """Return how to make these samples such that they can be read."""
+    dtype = str(getattr(samples, "dtype", ""))
+    if not dtype:
+        if isinstance(samples, list):
+            return "make it an array: numpy.asarray(samples, dtype='float32')"
+        return _READ_FILE if hasattr(samples, "read") else "pass (samples, rate) with an array of samples, or a file's bytes"
+    if dtype.startswith("torch."):
+        return "make it an array with .numpy(), with the channels last"
+    if not is_sound:
+        return {
+            "int64": "convert it: samples.astype('int16') if its levels are -32768 to 32767",
+            "int8": "convert it: samples.astype('float32') / 128",
+            "uint8": "convert it: (samples.astype('float32') - 128) / 128",
+        }.get(dtype, "convert it to float32, from -1 to 1")
+    if len(shape) == 2 and 1 <= shape[0] <= MAX_CHANNELS:
+        return "put the channels last: samples.T"
+    return "pass samples[0]" if len(shape) == 3 and shape[0] == 1 else ""

@@ -26,6 +26,7 @@ MAX_MEL_SAMPLES = 30 * SAMPLE_RATE  # what the audio tower of E2B and E4B reads 
 MIN_MEL_SAMPLES = 161  # fewer samples give no mel frame
 MEL_STRIDE = 4  # mel frames of a soft token. The convolutions shrink the mel bins by as much.
 SAMPLES_PER_TOKEN = 640  # of 12B
+MAX_CHANNELS = 8  # of a recording, which are averaged
 DETAILS = ("low", "auto", "high", "original")  # an image always fills its budget, so its original size changes nothing
 
 # Settings that Culet's arithmetic is written for. A file may repeat them but not change them.

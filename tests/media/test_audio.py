@@ -11,6 +11,7 @@ import av
 import numpy as np
 import pytest
 import soundfile
+import torch
 
 from culet.errors import BadRequest
 from culet.media.decoding.audio import decode_audio, mel_features, sample_frames, split_samples, to_rate
@@ -227,8 +228,48 @@ def test_samples_of_the_callers_own_program(reader: MediaReader):
     (item,) = reader.read_now([sample_source(samples.astype(np.float64), 16_000, name="clip")])[0].items
     assert item == read(reader, recording(samples, subtype="FLOAT"))[0]
     assert np.array_equal(np.frombuffer(item.data, dtype=np.float32).reshape(item.shape), mel_features(samples))
-    with pytest.raises(BadRequest, match=r"clip: got int64 \[3\]"):
-        sample_source(np.arange(3), 16_000, name="clip")
+
+
+@pytest.mark.parametrize("subtype", ["PCM_16", "PCM_32", "FLOAT", "DOUBLE"])
+@pytest.mark.parametrize("num_channels", [1, 2, 3])
+def test_arrays_are_read_as_files_are(reader: MediaReader, subtype: str, num_channels: int):
+    """What soundfile reads from a recording gives the same as the recording itself."""
+    data = recording(np.stack([sound(4000, seed=seed) for seed in range(num_channels)], axis=1), subtype=subtype)
+    dtype = {"PCM_16": "int16", "PCM_32": "int32", "FLOAT": "float32", "DOUBLE": "float64"}[subtype]
+    samples, rate = soundfile.read(io.BytesIO(data), dtype=dtype, always_2d=True)
+    for form in (samples, samples.astype(samples.dtype.newbyteorder(">")), np.asfortranarray(samples)):
+        assert reader.read_now([sample_source(form, rate, name="clip")])[0].items == read(reader, data)
+    if num_channels == 1:
+        assert sample_source(samples[:, 0], rate, name="clip") == sample_source(samples, rate, name="clip")
+
+
+def test_samples_of_16_bit_floats():
+    samples = sound(2000).astype(np.float16)
+    assert sample_source(samples, 16_000, name="clip").data == samples.astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("samples", "rate", "problem", "hint"),
+    [
+        (np.zeros(9), 0, "got samples without a rate", "such as (samples, 16000)"),
+        (np.zeros(9), 500, "got a rate of 500 Hz, expected a whole number from 1000 to 1000000", "samples per second"),
+        (np.zeros(9), 44_100.5, "got a rate of 44100.5 Hz, expected a whole number", "resample"),
+        (np.zeros(9), 2e6, "got a rate of 2000000 Hz", ""),
+        (np.zeros((2, 16_000)), 16_000, r"got float64 \[2, 16000\], expected float, int16 or int32", "samples.T"),
+        (np.zeros((1, 9, 2)), 16_000, r"got float64 \[1, 9, 2\]", "samples[0]"),
+        (np.zeros((9, 0)), 16_000, r"got float64 \[9, 0\], expected .* at most 8 channels", ""),
+        (np.arange(3), 16_000, r"got int64 \[3\]", "samples.astype('int16')"),
+        (np.zeros(9, np.uint8), 16_000, r"got uint8 \[9\]", "- 128) / 128"),
+        (np.zeros(9, np.complex64), 16_000, r"got complex64 \[9\]", "float32"),
+        (torch.zeros(9), 16_000, r"got torch.float32 \[9\]", ".numpy()"),
+        ([0.0, 0.1], 16_000, r"got list \[\]", "numpy.asarray"),
+        (16_000, 16_000, r"got int \[\]", "(samples, rate)"),
+    ],
+)
+def test_samples_that_cannot_be_read(samples: object, rate: float, problem: str, hint: str):
+    with pytest.raises(BadRequest, match=f"clip: {problem}") as raised:
+        sample_source(samples, rate, name="clip")
+    assert hint in raised.value.hint
 
 
 @pytest.mark.parametrize(("package", "rate"), [("soundfile", 16_000), ("soxr", 44_100)])

@@ -216,6 +216,13 @@ def test_bad_videos_are_refused(value: Any, problem: str):
         open_local(MediaSource(MediaKind.VIDEO, "video"), value)
 
 
+@pytest.mark.parametrize("rate", ["16000", None, {"fps": 16000}])
+def test_rates_of_another_type(rate: Any):
+    with pytest.raises(BadRequest, match="got a rate of type") as raised:
+        read(audio=(np.zeros(2000, np.float32), rate))
+    assert "(samples, 16000)" in raised.value.hint
+
+
 @pytest.mark.parametrize("given", [3, 0, "", [], ["max_soft_tokens"], "max_soft_tokens", True])
 def test_options_of_another_type(given: Any):
     problem = f"mm_processor_kwargs: got {type(given).__name__}, expected a mapping with max_soft_tokens"

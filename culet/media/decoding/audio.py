@@ -14,7 +14,7 @@ from culet.media.decoding.containers import FORMATS as CONTAINERS
 from culet.media.decoding.containers import is_container, open_container
 from culet.media.decoding.mp3 import with_unknown_length
 from culet.media.decoding.refusal import Refusal
-from culet.media.spec import MAX_MEL_SAMPLES, MIN_MEL_SAMPLES, SAMPLE_RATE, SAMPLES_PER_TOKEN, num_mel_frames
+from culet.media.spec import MAX_CHANNELS, MAX_MEL_SAMPLES, MIN_MEL_SAMPLES, SAMPLE_RATE, SAMPLES_PER_TOKEN, num_mel_frames
 
 Array = np.ndarray[Any, Any]
 FORMATS = ("WAV", "FLAC", "OGG", "MP3")
@@ -22,7 +22,6 @@ FORMATS = ("WAV", "FLAC", "OGG", "MP3")
 TRACK_CODECS = frozenset({"aac", "alac", "flac", "libopus", "libvorbis", "mp3", "mp3float", "opus", "vorbis"})
 INSTALL = "install Culet with the extra `audio`, or run: pip install soundfile soxr"
 MAX_PEAK = 100.0  # samples lie in [-1, 1], and files of floats may exceed it a little
-_MAX_CHANNELS = 8
 _MIN_RATE, _MAX_RATE = 4_000, 384_000
 _BLOCK_S = 10
 _UNKNOWN_LEN = 1 << 33  # of more samples, libsndfile means that a file does not say how many it has
@@ -160,8 +159,8 @@ def _sniff(data: bytes) -> str | None:
 def _check_header(num_frames: int, rate: int, num_channels: int, max_seconds: float) -> None:
     if not _MIN_RATE <= rate <= _MAX_RATE:
         raise Refusal(f"the audio has {rate} samples per second, expected {_MIN_RATE} to {_MAX_RATE}")
-    if not 1 <= num_channels <= _MAX_CHANNELS:
-        raise Refusal(f"the audio has {num_channels} channels, expected 1 to {_MAX_CHANNELS}")
+    if not 1 <= num_channels <= MAX_CHANNELS:
+        raise Refusal(f"the audio has {num_channels} channels, expected 1 to {MAX_CHANNELS}")
     if num_frames / rate > max_seconds:
         raise Refusal(f"the audio is {num_frames / rate:.0f} s long, expected at most {max_seconds:g} s")
 
