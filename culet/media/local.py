@@ -5,6 +5,7 @@ Only `LLM`, `AsyncLLM` and the command line do this. A server's clients send byt
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,8 @@ def open_local(source: MediaSource, value: Any) -> MediaSource:
         return replace(source, url=value)
     if isinstance(value, str | os.PathLike):
         return replace(source, data=_read_file(Path(value).expanduser(), source))
+    if isinstance(value, io.BytesIO):
+        value = value.getvalue()
     if isinstance(value, bytes | bytearray | memoryview):
         return replace(source, data=bytes(value))
     settings: dict[str, Any] = {}
@@ -47,7 +50,9 @@ def open_local(source: MediaSource, value: Any) -> MediaSource:
         value = _stack_frames(value, source.name)
     found = pixel_source(value, name=source.name, **settings)
     if found.kind != source.kind:
-        raise BadRequest(f"{source.name}: got {found.kind.with_article}, expected {source.kind.with_article}")
+        problem = f"{source.name}: got {found.kind.with_article} {list(found.shape)}, expected {source.kind.with_article}"
+        hint = "pass pixels[0]" if found.shape[0] == 1 else "give each image on its own"
+        raise BadRequest(problem, hint=hint if source.kind == MediaKind.IMAGE else "a video is a list of its frames: [pixels]")
     if found.indices and len(found.indices) != found.shape[0]:
         problem = f"{source.name}: got {len(found.indices)} frames_indices for {found.shape[0]} frames"
         raise BadRequest(problem, hint="give one index for each frame: its place in the original video")

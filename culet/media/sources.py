@@ -109,20 +109,54 @@ def pixel_source(pixels: Any, *, name: str, rate: float = 0.0, **settings: Any) 
 
 def check_pixels(pixels: Any, name: str) -> Any:
     """Return uint8 pixels as an array [height, width, channels], or with frames before. Raise for any other form."""
-    shape, dtype = tuple(getattr(pixels, "shape", ())), str(getattr(pixels, "dtype", ""))
+    shape, dtype = tuple(getattr(pixels, "shape", ())), _dtype_of(pixels)
     channels = 1 if len(shape) == 2 else shape[-1] if shape else 0
     if len(shape) in (2, 3, 4) and channels in (1, 3, 4) and 0 not in shape and dtype == "uint8":
         return pixels[:, :, None] if len(shape) == 2 else pixels
-    hint = ""
+    expected = "uint8 [height, width, 3], [height, width, 4] or [height, width], or [frames, height, width, 3] for a video"
+    hint = _dtype_hint(dtype) or _shape_hint(shape) if dtype else _value_hint(pixels)
+    raise BadRequest(f"{name}: got {dtype or type(pixels).__name__} {list(shape)}, expected {expected}", hint=hint)
+
+
+def _dtype_of(array: Any) -> str:
+    """Return the name of an array's type, whatever its byte order, or nothing for something that is no array."""
+    dtype = getattr(array, "dtype", "")
+    return str(getattr(dtype, "name", dtype))
+
+
+def _value_hint(value: Any) -> str:
+    """Return how to make pixels of something that is no array."""
+    if hasattr(value, "getexif"):  # a picture of Pillow
+        return "a video is a list of its frames: [picture]"
+    if hasattr(value, "read"):
+        return _READ_FILE
+    if not isinstance(value, list | tuple):
+        return ""
+    is_numbers = bool(value) and isinstance(value[0], list | tuple | int | float)
+    return "make it an array: numpy.asarray(pixels, dtype='uint8')" if is_numbers else "give each image on its own"
+
+
+def _dtype_hint(dtype: str) -> str:
+    """Return how to make pixels of this type uint8."""
+    if dtype.startswith("torch."):
+        return "make it an array with .numpy(), with the channels last"
     if "float" in dtype:
         # Both 0..1 and 0..255 are in use, and a dark picture looks the same in them.
-        hint = "convert it: (255 * pixels).round().astype('uint8') if 1.0 is white, pixels.round().astype('uint8') if 255.0 is"
-    elif dtype.startswith("torch."):
-        hint = "make it an array with .numpy(), with the channels last"
-    elif len(shape) in (3, 4) and shape[-3] in (1, 3, 4):
-        hint = "put the channels last, with numpy.moveaxis(pixels, -3, -1)"
-    expected = "uint8 [height, width, 3], [height, width, 4] or [height, width], or [frames, height, width, 3] for a video"
-    raise BadRequest(f"{name}: got {dtype or type(pixels).__name__} {list(shape)}, expected {expected}", hint=hint)
+        return "convert it: (255 * pixels).round().astype('uint8') if 1.0 is white, pixels.round().astype('uint8') if 255.0 is"
+    if dtype == "bool":
+        return "convert it: 255 * pixels.astype('uint8') if True is white"
+    if dtype == "uint16":
+        return "convert it: (pixels >> 8).astype('uint8') if 65535 is white, pixels.astype('uint8') if 255 is"
+    return "convert it: pixels.astype('uint8') if 255 is white" if "int" in dtype and dtype != "uint8" else ""
+
+
+def _shape_hint(shape: tuple[int, ...]) -> str:
+    """Return how to give pixels of uint8 a form that can be read."""
+    if len(shape) in (3, 4) and shape[-1] == 2:
+        return "leave out the transparency, with pixels[..., 0], or give a picture of Pillow of mode LA"
+    if len(shape) in (3, 4) and shape[-3] in (1, 3, 4):
+        return "put the channels last, with numpy.moveaxis(pixels, -3, -1)"
+    return "pass pixels[0]" if len(shape) == 5 and shape[0] == 1 else ""
 
 
 def sample_source(samples: Any, rate: float, *, name: str, **settings: Any) -> MediaSource:
@@ -160,7 +194,7 @@ def _to_mono(samples: Any, name: str) -> Any:
 
 def _sample_hint(samples: Any, shape: tuple[int, ...], *, is_sound: bool) -> str:
     """Return how to make these samples such that they can be read."""
-    dtype = str(getattr(samples, "dtype", ""))
+    dtype = _dtype_of(samples)
     if not dtype:
         if isinstance(samples, list):
             return "make it an array: numpy.asarray(samples, dtype='float32')"

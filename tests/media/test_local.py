@@ -200,6 +200,28 @@ def test_audio_in_tuples():
     assert [source.rate for source in read(audio=((samples, 16000), (samples, 8000)))] == [16000, 8000]
 
 
+def test_a_file_in_memory():
+    file = io.BytesIO()
+    Image.fromarray(noise(4, 4, 3)).save(file, "PNG")  # and now it stands at its end
+    (source,) = read(image=file)
+    assert (source.data, source.form) == (file.getvalue(), "file")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "problem", "hint"),
+    [
+        ("image", noise(1, 4, 4, 3), r"got a video \[1, 4, 4, 3\], expected an image", "pixels[0]"),
+        ("image", noise(2, 4, 4, 3), r"got a video \[2, 4, 4, 3\], expected an image", "give each image on its own"),
+        ("video", noise(4, 4, 3), r"got an image \[4, 4, 3\], expected a video", "[pixels]"),
+        ("video", Image.new("RGB", (4, 4)), "got Image", "[picture]"),
+    ],
+)
+def test_arrays_of_another_kind(kind: str, value: Any, problem: str, hint: str):
+    with pytest.raises(BadRequest, match=rf"data.{kind}\[0\]: {problem}") as raised:
+        read(**{kind: value})
+    assert hint in raised.value.hint
+
+
 @pytest.mark.parametrize(
     ("value", "problem"),
     [

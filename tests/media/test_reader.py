@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import json
 import os
 import signal
@@ -241,7 +242,17 @@ def test_an_error_names_the_setting_that_turned_media_off(settings: MediaConfig,
 def test_arrays_of_another_form():
     for wrong, hint in (
         (np.zeros(4, np.uint8), None),
-        (np.zeros((4, 4, 2), np.uint8), None),
+        (np.zeros((4, 4, 2), np.uint8), "pixels[..., 0]"),
+        (np.zeros((1, 2, 4, 4, 3), np.uint8), "pixels[0]"),
+        (np.zeros((4, 4, 3), np.int64), "pixels.astype('uint8')"),
+        (np.zeros((4, 4, 3), np.int8), "pixels.astype('uint8')"),
+        (np.zeros((4, 4, 3), ">u2"), "pixels >> 8"),
+        (np.zeros((4, 4, 3), ">f4"), "if 1.0 is white"),
+        (np.zeros((4, 4, 3), np.uint16), "(pixels >> 8).astype('uint8') if 65535 is white"),
+        (np.zeros((4, 4), bool), "255 * pixels.astype('uint8')"),
+        ([[[0, 0, 0]]], "numpy.asarray(pixels, dtype='uint8')"),
+        ([np.zeros((4, 4, 3), np.uint8)], "give each image on its own"),
+        (io.BufferedReader(io.BytesIO(b"x")), "file.read()"),
         (np.zeros((0, 4, 3), np.uint8), None),
         ("text", None),
         (np.zeros((4, 4, 3)), "if 1.0 is white"),
@@ -250,7 +261,7 @@ def test_arrays_of_another_form():
     ):
         with pytest.raises(BadRequest, match="image: got") as raised:
             pixel_source(wrong, name="image")
-        assert (raised.value.hint or "").count(hint or "") > 0
+        assert hint in raised.value.hint if hint else not raised.value.hint
 
 
 # The queue
