@@ -14,6 +14,8 @@ from culet.cli.chat_screen import Screen, loading
 from culet.cli.options import config_of, config_options, log_if, sampling_of, sampling_options, verbose_option
 from culet.config import BUILT_IN, MEDIA_KINDS
 from culet.errors import BadRequest, ContextTooLong
+from culet.media.items import MediaKind
+from culet.media.sources import MediaSource
 
 if TYPE_CHECKING:
     from culet.engine.llm import LLM
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 _HELP = '''\
 /help          shows this list
-/clear         starts a new conversation
+/clear         starts a new conversation, without the files that wait for the next message
 /system TEXT   sets the system message; without TEXT, removes it
 /image FILE    shows an image with the next message; also /video FILE and /audio FILE
 /save FILE     writes the conversation to a new file: as JSON if its name ends with .json, else as Markdown
@@ -151,14 +153,31 @@ class Conversation:
     def _attach(self, kind: str, name: str) -> None:
         """Put a file into the next message."""
         path = _path_of(name)
-        if path.is_file():
-            self._attached.append({"type": kind, "path": str(path)})
-            self._screen.note(f"{path.name} goes with the next message")
+        part = {"type": kind, "path": str(path) if name else ""}
+        try:
+            self._check_kinds(part)
+            if not path.is_file():
+                problem = f"/{kind} needs the name of a file" if not name else f"{path}: no such file"
+                raise BadRequest(problem, hint="check the name of the file")
+        except BadRequest as error:
+            if not self._screen.is_interactive:
+                raise
+            self._refuse(error.message, error.hint)
             return
-        problem = f"/{kind} needs the name of a file" if not name else f"{path}: no such file"
-        if not self._screen.is_interactive:
-            raise BadRequest(problem, hint="check the name of the file")
-        self._screen.note(problem, color="red")
+        self._attached.append(part)
+        self._screen.note(f"{path.name} goes with the next message")
+
+    def _check_kinds(self, part: dict[str, Any]) -> None:
+        """Raise if the model does not read media of this kind, or not as many as there are with this one."""
+        files = (*self._earlier_files(), *self._attached, part)
+        self._llm.engine.media.check([MediaSource(MediaKind(file["type"]), _where(file)) for file in files])
+
+    def _earlier_files(self) -> list[dict[str, Any]]:
+        contents = [turn["content"] for turn in self._turns if isinstance(turn["content"], list)]
+        return [part for content in contents for part in content if part["type"] in MEDIA_KINDS]
+
+    def _refuse(self, problem: str, hint: str) -> None:
+        self._screen.note(f"error: {problem}" + (f"\nhint: {hint}" if hint else ""), color="red")
 
     def _save(self, name: str) -> None:
         """Write the conversation to a new file."""
@@ -187,13 +206,13 @@ class Conversation:
         self._turns.append({"role": "user", "content": content})
         is_stopped, warning = False, ""
         try:
-            stream = self._llm.stream(self.messages, self._params, enable_thinking=self._enable_thinking)
+            named = [_with_names(message) for message in self.messages]
+            stream = self._llm.stream(named, self._params, enable_thinking=self._enable_thinking)
         except (BadRequest, ContextTooLong) as error:
             self._turns.pop()
             if not self._screen.is_interactive:
                 raise
-            hint = "/clear starts a new conversation" if isinstance(error, ContextTooLong) else error.hint
-            self._screen.note(f"error: {error.message}" + (f"\nhint: {hint}" if hint else ""), color="red")
+            self._keep_attached(attached, error)
             return
         with closing(stream), self._screen.answer() as answer:
             try:
@@ -209,6 +228,39 @@ class Conversation:
         if self._screen.is_interactive and not answer.is_empty:
             self._screen.note(answer.speed())
         self._turns.append({"role": "assistant", "content": answer.text})
+
+    def _keep_attached(self, attached: list[dict[str, Any]], error: BadRequest | ContextTooLong) -> None:
+        """Say why a message was refused, and keep its files for the next one, without one that is the reason."""
+        dropped = [file for file in attached if _is_about(error, file)]
+        is_earlier = isinstance(error, ContextTooLong) or any(_is_about(error, file) for file in self._earlier_files())
+        self._refuse(error.message, "/clear starts a new conversation" if is_earlier and not dropped else error.hint)
+        self._attached = [file for file in attached if file not in dropped]
+        if dropped:
+            self._screen.note(f"dropped: {_names_of(dropped)}")
+        if self._attached:
+            self._screen.note(f"kept for the next message: {_names_of(self._attached)} (/clear drops all)")
+
+
+def _where(file: dict[str, Any]) -> str:
+    """Return the name of a file in errors: the command that attached it."""
+    return f"/{file['type']} {file['path']}".rstrip()
+
+
+def _names_of(files: list[dict[str, Any]]) -> str:
+    return ", ".join(Path(file["path"]).name for file in files)
+
+
+def _is_about(error: BadRequest | ContextTooLong, file: dict[str, Any]) -> bool:
+    """Return whether a file is the reason of an error. The engine's, about media that are too large, name none."""
+    return error.message.startswith((f"{_where(file)}: ", "media: "))
+
+
+def _with_names(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose files have names for errors. A saved conversation has none."""
+    if isinstance(message["content"], str):
+        return message
+    parts = [{**part, "where": _where(part)} if part["type"] in MEDIA_KINDS else part for part in message["content"]]
+    return {**message, "content": parts}
 
 
 def _path_of(name: str) -> Path:
