@@ -75,7 +75,8 @@ def check_rows(config: Config, rows: Sequence[Workload], *, num_layers: int | No
     checkpoint = open_checkpoint(config.model.model, config.model.revision)
     base = config.model.model.removeprefix(PREFIX).partition(",")[0]
     itemsize = 4 if config.model.dtype == "float32" else 2
-    num_layers = num_layers or twin_depth(checkpoint.spec, itemsize, latent=config.cache.latent)
+    if num_layers is None:
+        num_layers = twin_depth(checkpoint.spec, itemsize, latent=config.cache.latent)
     name = random_name(base, num_layers=num_layers, draw="calm")
     logger.info("check: %d layers of %s answer each workload, and an eager float32 model judges the answers", num_layers, base)
     answers, device = _ask_twin(name, config, rows)

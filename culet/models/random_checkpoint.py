@@ -37,7 +37,11 @@ def random_name(model: str, *, num_layers: int | None = None, draw: str = "norma
 
     `model` is a variant, or the path of a checkpoint or its config.json.
     """
-    return f"{PREFIX}{model}" + (f",layers={num_layers}" if num_layers else "") + (f",draw={draw}" if draw != "normal" else "")
+    return (
+        f"{PREFIX}{model}"
+        + (f",layers={num_layers}" if num_layers is not None else "")
+        + (f",draw={draw}" if draw != "normal" else "")
+    )
 
 
 def read_random(name: str) -> tuple[dict[str, Any], ModelSpec, RandomDraw]:

@@ -201,6 +201,24 @@ def test_chats_that_fail_are_counted() -> None:
     assert summarise(outcome)["failed_chats"] == 2
 
 
+def test_the_output_of_chats_is_in_tokens() -> None:
+    """An event may bring several tokens. A server that does not count them has its events counted."""
+    load = Load("http://x", "", num_chats=2)
+    for counters, tokens_per_s in (({"generated_tokens": 50.0}, 25.0), ({}, 1.5)):
+        figures = summarise(Outcome(load, "model", [], 2.0, counters, [0.1, 0.1, 0.2], []))
+        assert figures["chat_output_throughput"] == tokens_per_s
+
+
+def test_a_history_has_as_many_tokens_as_it_should(tiny: Running, tmp_path: Path) -> None:
+    file = tmp_path / "agent.json"
+    sizes = ["--agent-history", "100,300", "--agent-sessions", "1", "--agent-turns", "1", "--agent-tools", "1"]
+    code, _, err = bench(tiny, "--dataset", "agent", *sizes, "--random-output-len", "2", "--json", str(file))
+    assert code == 0, err
+    short, long = json.loads(file.read_text())["turns"]
+    # A short history is as long as its system message.
+    assert 300 <= long["mean_prompt_tokens"] - short["mean_prompt_tokens"] <= 500
+
+
 def test_a_chat_that_cannot_start_says_why(tiny: Running) -> None:
     code, _, err = bench(tiny, "--dataset", "mixed", "--num-warmups", "0", "--extra-body", '{"temperature": -1}')
     assert code != 0

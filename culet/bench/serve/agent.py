@@ -60,7 +60,7 @@ class Turn:
 
 
 class Session:
-    """One conversation of an agent, which grows by an answer, a tool call and a result in each turn."""
+    """One conversation of an agent, which grows by an answer, a tool call and a result in each turn. Lengths are in words."""
 
     def __init__(self, agent: AgentLoad, history_len: int, seed: str) -> None:
         self._random = random.Random(seed)
@@ -123,7 +123,7 @@ async def run_agent(load: Load, agent: AgentLoad, turns: list[Turn], report: Cal
     client = Client(replace(load, is_chat=True))
     try:
         model = await client.check()
-        run = _AgentRun(client, model, load, agent, report)
+        run = _AgentRun(client, model, load, agent, await client.words_per_token(), report)
         await run.warm_up()
         for history_len in agent.history_lens:
             turns += await run.sessions(history_len)
@@ -134,8 +134,14 @@ async def run_agent(load: Load, agent: AgentLoad, turns: list[Turn], report: Cal
 class _AgentRun:
     """The sessions of an agent with one server."""
 
-    def __init__(self, client: Client, model: str, load: Load, agent: AgentLoad, report: Callable[[int], None]) -> None:
-        self._client, self._model, self._load, self._agent, self._report = client, model, load, agent, report
+    def __init__(
+        self, client: Client, model: str, load: Load, agent: AgentLoad, words_per_token: float, report: Callable[[int], None]
+    ) -> None:
+        self._client, self._model, self._load, self._report = client, model, load, report
+        self._agent, self._words_per_token = (
+            replace(agent, result_len=_scaled(agent.result_len, words_per_token)),
+            words_per_token,
+        )
         self._limit = asyncio.Semaphore(load.max_concurrency or 1)
         self._tools = make_tools(agent.num_tools)
         self._num_done = 0
@@ -143,7 +149,7 @@ class _AgentRun:
 
     async def warm_up(self) -> None:
         """Send a prompt that shares nothing with the others, so that no turn waits for what a server does only once."""
-        session = Session(self._agent, self._agent.history_lens[0], f"{self._load.seed} warm-up")
+        session = self._session(self._agent.history_lens[0], f"{self._load.seed} warm-up")
         prompt = _salted(self._prompt(session.messages), f"{self._salt} warm-up")
         for _ in range(self._load.num_warmups):
             await self._ask(prompt)
@@ -152,7 +158,7 @@ class _AgentRun:
         """Run the sessions with a history of this length."""
         load, agent = self._load, self._agent
         seeds = [f"{load.seed} {history_len} {number}" for number in range(agent.num_sessions)]
-        sessions = [Session(agent, history_len, seed) for seed in seeds]
+        sessions = [self._session(history_len, seed) for seed in seeds]
         prompts: list[list[Prompt]] = []
         cached = []
         for _ in range(agent.num_turns):
@@ -165,6 +171,9 @@ class _AgentRun:
             salted = [_salted(prompt, f"{self._salt} {seed} {number}") for prompt, seed in zip(asked, seeds, strict=True)]
             turns.append(Turn(history_len, number, answers, await self._ask_all(salted)))
         return turns
+
+    def _session(self, history_len: int, seed: str) -> Session:
+        return Session(self._agent, _scaled(history_len, self._words_per_token), seed)
 
     def _prompt(self, messages: Sequence[dict[str, Any]]) -> Prompt:
         return Prompt(list(messages), 0, self._agent.output_len, {"tools": self._tools})
@@ -186,6 +195,11 @@ class _AgentRun:
             hint = "lower --agent-history if the prompt is too long" if is_refused else "check the server's log"
             raise ConfigError(f"a request failed: {answer.error}", hint=hint)
         return answer
+
+
+def _scaled(num_tokens: int, words_per_token: float) -> int:
+    """Return how many words are about this many tokens."""
+    return max(1, round(num_tokens * words_per_token))
 
 
 def _salted(prompt: Prompt, salt: str) -> Prompt:

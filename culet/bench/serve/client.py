@@ -24,6 +24,7 @@ level office door health person art war history
 """.split()  # noqa: SIM905 (a list of quoted words would take four times the lines)
 _POOL_WORDS = 256  # fits any context length
 _COUNTERS = {
+    "generated_tokens": "vllm:generation_tokens_total",
     "prompt_tokens": "vllm:prefix_cache_queries_total",
     "cached_tokens": "vllm:prefix_cache_hits_total",
     "drafts": "vllm:spec_decode_num_drafts_total",
@@ -132,8 +133,13 @@ class Client:
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return []
 
+    async def words_per_token(self) -> float:
+        """Return how many plain words are one token, or 1 if the server has no /tokenize."""
+        num_tokens = len(await self.pool())
+        return _POOL_WORDS / num_tokens if num_tokens else 1.0
+
     async def counters(self) -> dict[str, float]:
-        """Return the counters of prefix reuse and drafting since the server started. Those it does not have are missing."""
+        """Return the counters of output, prefix reuse and drafting since the server started, as far as it has them."""
         try:
             text = (await self.http.get("/metrics")).text
         except httpx.HTTPError:

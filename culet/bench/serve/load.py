@@ -58,7 +58,7 @@ class Outcome:
     model: str
     answers: Sequence[TimedAnswer]
     duration_s: float
-    counters: Mapping[str, float]  # prefix reuse and drafting in this run; empty if the server has no such counters
+    counters: Mapping[str, float]  # output, prefix reuse and drafting in this run; empty if the server has no such counters
     chat_gaps_s: Sequence[float] = ()  # times between tokens of the chats that ran beside the prompts
     chat_errors: Sequence[str] = ()  # of the chats that ended before the prompts did
 

@@ -62,7 +62,9 @@ def peak_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--random", "variant", metavar="NAME", help="Use random weights with the dimensions of E2B, E4B, 12B, 26B-A4B or 31B."
 )
-@click.option("--num-layers", type=click.INT, help="With --random: number of layers, if fewer than the variant has.")
+@click.option(
+    "--num-layers", type=click.IntRange(min=1), help="With --random: number of layers, if fewer than the variant has."
+)
 @click.option(
     "--draw",
     type=click.Choice(["normal", "narrow", "uniform"]),
@@ -86,7 +88,7 @@ def peak_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option(
     "--check-layers",
-    type=click.INT,
+    type=click.IntRange(min=1),
     help="Number of layers of the twin. [default: the fewest that keep the model's page sizes]",
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write the results to FILE as JSON, after each row.")

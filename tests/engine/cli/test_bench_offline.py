@@ -151,3 +151,14 @@ def test_kernels_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [case["case"] for case in cases] == ["prefill 1x70", "verify 3x2@100 ragged"]
     assert all(case["is_right"] and case["backend"] == "torch_cpu" and case["us"] > 0 for case in cases)
     assert "prefill 1x70" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--num-layers", "--check-layers"])
+def test_no_layers(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "offline", "--random", "E2B", option, "0", "--rows", "ttft:1x10"]) == 2
+    assert "0 is not in the range" in capsys.readouterr().err
+
+
+def test_a_row_that_is_too_long_is_refused_at_once(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="ttft:1x300 needs 316 tokens, but --max-model-len is 100"):
+        bench_config({"model": str(folder), "device": "cpu", "max_model_len": 100}, parse_rows("ttft:1x10,ttft:1x300"))
