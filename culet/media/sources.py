@@ -204,7 +204,6 @@ def _sample_hint(samples: Any, shape: tuple[int, ...], *, is_sound: bool) -> str
     if not is_sound:
         return {
             "int64": "convert it: samples.astype('int16') if its levels are -32768 to 32767",
-            "int8": "convert it: samples.astype('float32') / 128",
             "uint8": "convert it: (samples.astype('float32') - 128) / 128",
         }.get(dtype, "convert it to float32, from -1 to 1")
     if len(shape) == 2 and 1 <= shape[0] <= MAX_CHANNELS:
