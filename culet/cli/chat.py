@@ -168,7 +168,7 @@ class Conversation:
         self._screen.note(f"{path.name} goes with the next message")
 
     def _check_kinds(self, part: dict[str, Any]) -> None:
-        """Raise if the model does not read media of this kind, or not as many as there are with this one."""
+        """Raise if the model does not accept this kind of file, or not this many in one conversation."""
         files = (*self._earlier_files(), *self._attached, part)
         self._llm.engine.media.check([MediaSource(MediaKind(file["type"]), _where(file)) for file in files])
 
@@ -251,12 +251,12 @@ def _names_of(files: list[dict[str, Any]]) -> str:
 
 
 def _is_about(error: BadRequest | ContextTooLong, file: dict[str, Any]) -> bool:
-    """Return whether a file is the reason of an error. The engine's, about media that are too large, name none."""
+    """Return whether a file caused an error. Errors about media that are too large name no file."""
     return error.message.startswith((f"{_where(file)}: ", "media: "))
 
 
 def _with_names(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose files have names for errors. A saved conversation has none."""
+    """Return a message in which each file has the name that errors show. Saved conversations leave it out."""
     if isinstance(message["content"], str):
         return message
     parts = [{**part, "where": _where(part)} if part["type"] in MEDIA_KINDS else part for part in message["content"]]

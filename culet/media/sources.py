@@ -119,13 +119,13 @@ def check_pixels(pixels: Any, name: str) -> Any:
 
 
 def _dtype_of(array: Any) -> str:
-    """Return the name of an array's type, whatever its byte order, or nothing for something that is no array."""
+    """Return the name of an array's dtype, without its byte order, or an empty string if `array` is not an array."""
     dtype = getattr(array, "dtype", "")
     return str(getattr(dtype, "name", dtype))
 
 
 def _value_hint(value: Any) -> str:
-    """Return how to make pixels of something that is no array."""
+    """Return how to turn something that is not an array into pixels."""
     if hasattr(value, "getexif"):  # a picture of Pillow
         return "a video is a list of its frames: [picture]"
     if hasattr(value, "read"):
@@ -137,7 +137,7 @@ def _value_hint(value: Any) -> str:
 
 
 def _dtype_hint(dtype: str) -> str:
-    """Return how to make pixels of this type uint8."""
+    """Return how to convert pixels of this dtype to uint8."""
     if dtype.startswith("torch."):
         return "make it an array with .numpy(), with the channels last"
     if "float" in dtype:
@@ -151,7 +151,7 @@ def _dtype_hint(dtype: str) -> str:
 
 
 def _shape_hint(shape: tuple[int, ...]) -> str:
-    """Return how to give pixels of uint8 a form that can be read."""
+    """Return how to fix the shape of uint8 pixels."""
     if len(shape) in (3, 4) and shape[-1] == 2:
         return "leave out the transparency, with pixels[..., 0], or give a picture of Pillow of mode LA"
     if len(shape) in (3, 4) and shape[-3] in (1, 3, 4):
@@ -193,7 +193,7 @@ def _to_mono(samples: Any, name: str) -> Any:
 
 
 def _sample_hint(samples: Any, shape: tuple[int, ...], *, is_sound: bool) -> str:
-    """Return how to make these samples such that they can be read."""
+    """Return how to convert these samples."""
     dtype = _dtype_of(samples)
     if not dtype:
         if isinstance(samples, list):

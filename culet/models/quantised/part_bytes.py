@@ -36,7 +36,7 @@ class Linear:
     is_table: bool = False
 
     def shape_of_rank(self, num_ranks: int) -> tuple[int, int]:
-        """Return the rows and columns that each rank holds. If there are more ranks than parts, some hold the same part."""
+        """Return the rows and columns that each rank holds. If ranks outnumber parts, some ranks hold the same part."""
         parts = min(num_ranks, self.most_parts)
         if self.has_column_parts:
             return self.num_rows, self.num_columns // parts

@@ -23,7 +23,7 @@ def kind_of(number: str, bits: int) -> str:
 
 
 def is_group(size: object) -> bool:
-    """Return whether kernels can read groups of this many columns. A tile of a kernel has whole groups, or part of one."""
+    """Return whether kernels can read groups of this many columns. A tile holds whole groups or a part of one."""
     return isinstance(size, int) and size >= _LEAST_GROUP and size & (size - 1) == 0
 
 
