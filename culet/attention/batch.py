@@ -54,7 +54,7 @@ class InputRows:
 class ForwardBatch:
     """A step as tensors. `tail` is the same step reduced to the tokens whose logits are needed, with all keys in pages."""
 
-    token_ids_T: Tensor  # int64
+    token_ids_T: Tensor  # int64, as they are embedded: 0 for placeholders of media
     positions_T: Tensor  # int64
     row_begin_B1: Tensor  # int32. Tokens row_begin[b] .. row_begin[b + 1] - 1 belong to row b.
     context_B: Tensor  # int32, number of the row's tokens whose KV existed before this step (= position of its first token)

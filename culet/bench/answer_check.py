@@ -30,7 +30,6 @@ from culet.models.checkpoint import open_checkpoint
 from culet.models.random_checkpoint import PREFIX, random_name, twin_depth
 from culet.models.weights import load_model
 from culet.runner.fill import fill
-from culet.runner.media.step_media import placeholder_ids
 from culet.types import PageTable, Row, SamplingParams
 
 # In standard deviations of the logits. A wrong kernel's answers are about four below the favourite. bf16 costs up to 0.1,
@@ -130,7 +129,6 @@ class _Judge:
     def __init__(self, name: str, device: torch.device) -> None:
         checkpoint = open_checkpoint(name)
         self._model = load_model(checkpoint, dtype=torch.float32, device=device, latent=False, progress=False)
-        self._placeholder_ids = placeholder_ids(checkpoint.config, self._model.spec.vocab_size)
         for module in self._model.modules():
             if hasattr(module, "ops"):
                 setattr(module, "ops", eager_kernels())  # noqa: B010 (nn.Module's types do not allow a module of functions)
@@ -143,9 +141,8 @@ class _Judge:
     def gaps(self, prompt: Sequence[int], token_ids: Sequence[int]) -> Tensor:
         """Return how far each of `token_ids`, which follow `prompt`, is below the favourite, in deviations of the logits."""
         model, layout = self._model, self._layout
-        # A placeholder that stands for no media is read as token 0.
-        read = [0 if token_id in self._placeholder_ids else token_id for token_id in prompt]
-        tokens_SL = torch.tensor([[*read, *token_ids[:-1]]], device=model.device)
+        tokens_SL = torch.tensor([[*prompt, *token_ids[:-1]]], device=model.device)
+        placeholder_P = torch.tensor(model.spec.placeholder_ids, dtype=torch.int64, device=model.device)
         length = tokens_SL.shape[1]
         # The judge keeps every token in pages, even in sliding layers.
         tables, num_slabs = [], 0
@@ -160,7 +157,7 @@ class _Judge:
             num_logits = max(0, min(num_new, start + num_new - (len(prompt) - 1)))
             store_from = (start,) * len(layout.groups)
             row = Row(0, start, num_new, num_logits, tuple(tables), store_from)
-            batch = fill([row], layout, tokens_SL)
+            batch = fill([row], layout, tokens_SL, placeholder_P)
             model.plan(batch, pool, self._backends)
             hidden = model.forward(batch, pool, self._backends)
             if num_logits:

@@ -151,7 +151,7 @@ class CaseTensors:
         rows, num_slabs = _rows(self.group, case)
         longest = max(context + queries for context, queries in case.spans)
         tokens_SL = torch.zeros(len(rows), longest, dtype=torch.int64, device=device)
-        self.batch: ForwardBatch = fill(rows, layout, tokens_SL)
+        self.batch: ForwardBatch = fill(rows, layout, tokens_SL, tokens_SL.new_empty(0))
         generator = torch.Generator(device=device).manual_seed(1)
         self.pool = Pool(layout, num_slabs, dtype, device)
         self.pool.planes(self.layer).normal_(0.0, _SPREAD, generator=generator)

@@ -143,6 +143,7 @@ class TokenLayout(NamedTuple):
     """The position and addresses of each token in a step, and the context length of each row."""
 
     token_ids_T: Tensor  # int64
+    embedded_ids_T: Tensor  # int64, the same with 0 for placeholders of media
     positions_T: Tensor  # int64
     next_places_T: Tensor  # int64, index of the following token among the tokens of all slots
     next_positions_T: Tensor  # int32

@@ -80,6 +80,7 @@ class ModelSpec:
     ple_vocab_size: int
     image_attention: str  # the layers that see a whole image: "causal" for none (E2B, E4B), "sliding" (26B, 31B), "all" (12B)
     eos_token_ids: tuple[int, ...]
+    placeholder_ids: tuple[int, ...]  # tokens that stand for images, video and audio. They are embedded as token 0.
     has_towers: bool  # the checkpoint wraps vision or audio parts around the text decoder
     has_head: bool = False  # the head is not the embedding table, as in Google's QAT for phones, which stores both
 
@@ -267,6 +268,7 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
         ple_vocab_size=ple_vocab_size,
         image_attention=_read_image_attention(text, family),
         eos_token_ids=_read_eos(root) or _read_eos(text) or (1,),
+        placeholder_ids=_read_placeholders(root, vocab_size),
         has_head=has_head,
         has_towers=family.wraps_text and any(config.get(tower) is not None for tower in ("vision_config", "audio_config")),
     )
@@ -323,6 +325,11 @@ def _read_eos(section: Section) -> tuple[int, ...]:
             raise section.error("eos_token_id", f"got {token_id!r}, expected a token id or a list of token ids")
         ids.append(token_id)
     return tuple(ids)
+
+
+def _read_placeholders(root: Section, vocab_size: int) -> tuple[int, ...]:
+    ids = (root.values.get(name) for name in ("image_token_id", "video_token_id", "audio_token_id"))
+    return tuple(token_id for token_id in ids if isinstance(token_id, int) and 0 <= token_id < vocab_size)
 
 
 def _read_image_attention(text: Section, family: _Family) -> str:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from culet.attention.batch import INPUT_ROW_TOKEN, ForwardBatch, GroupBatch, InputRows, RowFacts
+from culet.attention.batch import ForwardBatch, GroupBatch, InputRows, RowFacts
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.kernels.host_transfer import PackedArrays
 from culet.runner.media.step_media import StepMedia
@@ -28,13 +28,15 @@ def fill(
     rows: Sequence[Row],
     layout: CacheLayout,
     tokens_SL: Tensor,
+    placeholder_P: Tensor,
     unread: KVGroup | None = None,
     media: StepMedia | None = None,
 ) -> ForwardBatch:
     """Return the batch of a step, on the device of `tokens_SL`, which holds the slots' tokens.
 
-    Nothing in the step reads or writes the group `unread`, so its tables are left out. `media` says which tokens have rows of
-    features, and which see a whole image.
+    Placeholders of media are embedded as token 0, as in transformers, whether or not they stand for something. Nothing in the
+    step reads or writes the group `unread`, so its tables are left out. `media` says which tokens have rows of features, and
+    which see a whole image.
     """
     facts_B4 = np.array([(row.slot, row.start, row.num_new, row.num_logits) for row in rows], dtype=np.int64).reshape(-1, 4)
     slot_B, start_B, new_B, logits_B = facts_B4.T
@@ -66,10 +68,8 @@ def fill(
     sent = staged.send(tokens_SL.device)
 
     token_ids_T = tokens_SL.view(-1).index_select(0, sent["flat"]).long()
-    input_rows = None
-    if media is not None:
-        token_ids_T.index_fill_(0, sent["stray"], INPUT_ROW_TOKEN)
-        input_rows = InputRows(sent["soft"], torch.cat(media.rows)) if media.rows else None
+    token_ids_T.masked_fill_(torch.isin(token_ids_T, placeholder_P), 0)
+    input_rows = None if media is None else InputRows(sent["soft"], torch.cat(media.rows))
     groups = tuple(
         GroupBatch(sent[f"pages{index}"], sent[f"first{index}"], sent[f"kv_address{index}"], sent.get(f"visible{index}"))
         if index in tables
@@ -103,9 +103,8 @@ def _row_facts(rows: Sequence[Row], media: StepMedia | None) -> tuple[RowFacts, 
 
 
 def _stage_media(staged: PackedArrays, media: StepMedia, layout: CacheLayout, position_T: Ints) -> None:
-    """Stage the places of soft tokens and of stray placeholders, and the intervals of keys in groups that need them."""
+    """Stage the places of soft tokens, and the intervals of keys in groups that need them."""
     staged.add("soft", media.index_M)
-    staged.add("stray", media.stray_M)
     for group in layout.groups:
         visible_2T = media.visible(group, position_T)
         if visible_2T is not None:

@@ -93,7 +93,7 @@ class Runner:
         self.draws = Draws(self.target, self.tokens_SL, self.accepted_S)
         self.rounds = None if drafter is None else DraftRounds(drafter, pool, self.tokens_SL)
         self.grammars = SlotGrammars(model.rank.size)
-        self.media = SlotMedia(frozenset(), ImageMask.CAUSAL, None)
+        self.media = SlotMedia(ImageMask.CAUSAL, None)
         self.clock = DeviceClock(device)
         # Ranks also wait for each other, which says nothing about their threads.
         self.threads = StepThreads() if device.type == "cpu" and model.rank.size == 1 else None
@@ -126,10 +126,9 @@ class Runner:
         """From now on, entries may have a grammar."""
         self.grammars.grammars = grammars
 
-    def use_media(self, encoder: Encoder | None, placeholder_ids: frozenset[int], mask: ImageMask) -> None:
-        """From now on, embed placeholders as token 0, and with an encoder, entries may have media."""
-        store = None if encoder is None else FeatureStore(encoder, self.target.device)
-        self.media = SlotMedia(placeholder_ids, mask, store)
+    def use_media(self, encoder: Encoder, mask: ImageMask) -> None:
+        """From now on, entries may have media."""
+        self.media = SlotMedia(mask, FeatureStore(encoder, self.target.device))
 
     def prioritise_steps(self) -> None:
         """Give steps a higher priority than towers from now on. Call this last, when everything is prepared.
@@ -286,7 +285,9 @@ class Runner:
         unread = None
         if self.deferred is not None and keeps_features(rows) and not any(row.num_wanted for row in rows):
             unread = self.deferred.group
-        batch = self.target.own_share(fill(rows, self.pool.layout, self.tokens_SL, unread, route.media))
+        batch = self.target.own_share(
+            fill(rows, self.pool.layout, self.tokens_SL, self.target.placeholder_P, unread, route.media)
+        )
         self.target.plan(batch)
         pieces = DIRECT if self.fixed is None else self.fixed.prompts.pieces_for(batch)
         hidden = self.target.forward(batch, pieces)

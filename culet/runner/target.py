@@ -1,12 +1,13 @@
 """The target model with its KV pages and attention backends, and the output of its forward pass.
 
-Shapes: T new tokens of a step · R draws · L tokens whose logits are needed · D model.
+Shapes: T new tokens of a step · R draws · L tokens whose logits are needed · D model ·
+P placeholders of media.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -43,6 +44,10 @@ class Target:
     pool: Pool
     backends: Sequence[AttentionBackend]
     taps: tuple[int, ...] = ()
+    placeholder_P: Tensor = field(init=False)  # int64, ids that are embedded as token 0
+
+    def __post_init__(self) -> None:
+        self.placeholder_P = torch.tensor(self.model.spec.placeholder_ids, dtype=torch.int64, device=self.device)
 
     @property
     def device(self) -> torch.device:

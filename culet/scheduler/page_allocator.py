@@ -16,11 +16,8 @@ from culet.cache.spec import CacheLayout
 class PageAllocator:
     """Takes pages from the arena, evicts resume points when it must, and lists the copies to make."""
 
-    def __init__(
-        self, layout: CacheLayout, num_pages: int, *, prefix_caching: bool, placeholder_ids: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, layout: CacheLayout, num_pages: int, *, prefix_caching: bool) -> None:
         self.arena = Arena(num_pages)
-        self.placeholder_ids = placeholder_ids  # of media
         self.prefix = PrefixCache(self.arena, layout) if prefix_caching else None
         self._copies: dict[int, int] = {}  # target -> source
 

@@ -58,8 +58,5 @@ def keep_point(seq: Sequence, length: int, page_allocator: PageAllocator) -> Non
     # While a forked sequence waits for page copies, its parent has already kept everything it has.
     if prefix is None or not length or any(page_allocator.is_awaiting_copy(table.pages) for table in tables):
         return
-    # A placeholder that the model drew was embedded as itself. In a later prompt it would be embedded as token 0.
-    if not page_allocator.placeholder_ids.isdisjoint(seq.tokens[seq.prompt_len : length]):
-        return
     assert seq.content is not None
     prefix.insert(seq.tokens, length, seq.content, tables, [pages.stored_from for pages in seq.groups])

@@ -58,7 +58,6 @@ class Scheduler:
         plans_open: bool = False,
         on_cpu: bool = False,
         features: FeatureLedger | None = None,
-        placeholder_ids: frozenset[int] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Set up an empty scheduler.
@@ -66,8 +65,7 @@ class Scheduler:
         `max_drafts` is the most tokens that a drafter proposes at a time. `policy` decides how many it should propose. Without
         a policy, it always proposes all. If `plans_open`, the runner itself finds out where a row begins when drafts of the
         previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known. If `on_cpu`,
-        every token makes a step longer. Without `features`, their account, the runner has no towers. `placeholder_ids` are the
-        tokens that stand for media.
+        every token makes a step longer. Without `features`, their account, the runner has no towers.
         """
         self.layout, self.max_model_len = layout, max_model_len
         self.max_drafts, self.policy = max_drafts, policy
@@ -78,7 +76,7 @@ class Scheduler:
         self._short_first, self._slices = ShortFirst(is_on=on_cpu), TimeSlices(self.step_budget.min_tokens)
         # The most pages that a token and its drafts may need, including drafts in flight.
         self._max_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
-        self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching, placeholder_ids=placeholder_ids)
+        self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching)
         self.counters = Counters()
         # Every running sequence can have a token in every step, so none can starve.
         self._max_running = min(config.max_num_seqs, self.budget)

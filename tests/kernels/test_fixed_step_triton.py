@@ -36,6 +36,8 @@ else:
         slots = [spare if pads else index * 2 for index, pads in enumerate(is_padding)]
         starts = [0 if pads else 20 + 5 * index for index, pads in enumerate(is_padding)]
         tokens = torch.randint(0, 9000, (spare + 1, width), dtype=torch.int32)
+        placeholders = torch.tensor([7, 8, 7000])[: room // 2]
+        tokens[torch.rand(tokens.shape) < 0.3] = 7
         pages = torch.randint(0, 500, (sum(num_rows * count for count in columns),), dtype=torch.int32)
         begins = [sum(num_rows * count for count in columns[:index]) for index in range(3)]
         tables = PageTables(pages, whole(list(zip(begins, columns, sizes, strict=True))))
@@ -52,23 +54,27 @@ else:
                 most_tokens=max(counts),
             )
             accepted = whole([index % 4 for index in range(spare + 1)])
-            long = [torch.full((num_tokens,), -7) for _ in range(4)]
+            long = [torch.full((num_tokens,), -7) for _ in range(5)]
             into = TokenLayout(
-                *long[:3], long[3].int(), torch.full((3, num_tokens + 1), -7), whole([-7] * num_rows),
+                *long[:4], long[4].int(), torch.full((3, num_tokens + 1), -7), whole([-7] * num_rows),
                 torch.full((num_tokens,), -7) if room else None,
             )  # fmt: skip
-            ops.lay_out_tokens(rows, tables, tokens, accepted, room, into)
+            ops.lay_out_tokens(rows, tables, tokens, placeholders, accepted, room, into)
             assert rows.start_B.tolist() == starts
-            found.append((*into[:6], *([into.ring_T] if room else [])))
+            found.append((*into[:7], *([into.ring_T] if room else [])))
         wanted, got = found
         for mine, eager in zip(got, wanted, strict=True):
             assert torch.equal(mine, eager)
-        ids, positions, slots_of = wanted[0], wanted[1], wanted[4]
+        ids, embedded, positions, slots_of = wanted[0], wanted[1], wanted[2], wanted[5]
         begin = 0
         for index, count in enumerate(counts):
             at = starts[index] + (slots[index] % 4 if not is_padding[index] and index % 2 == 0 else 0)
             assert positions[begin : begin + count].tolist() == list(range(at, at + count))
             assert ids[begin : begin + count].tolist() == tokens[slots[index], at : at + count].tolist()
+            expected = [
+                0 if token_id in placeholders.tolist() else token_id for token_id in ids[begin : begin + count].tolist()
+            ]
+            assert embedded[begin : begin + count].tolist() == expected
             assert bool((slots_of[:, begin : begin + count] == -1).all()) == is_padding[index] or not count
             begin += count
 

@@ -73,7 +73,9 @@ class Harness:
     def step(self, parts: Sequence[tuple[Track, int, int]], taps: tuple[int, ...] = ()) -> list[Tensor]:
         """Compute each part (track, new tokens, num_logits) in one pass. Return the logits [num_logits, V] of each."""
         rows = [self._row(track, num_new, num_logits) for track, num_new, num_logits in parts]
-        batch = own_share(fill(rows, self.layout, self.tokens_SL), self.layout.groups, self.model.rank.index)
+        placeholder_P = torch.tensor(self.model.spec.placeholder_ids, dtype=torch.int64)
+        batch = fill(rows, self.layout, self.tokens_SL, placeholder_P)
+        batch = own_share(batch, self.layout.groups, self.model.rank.index)
         with torch.inference_mode():
             self.model.plan(batch, self.pool, self.backends)
             self.hidden = self.model(batch, self.pool, self.backends, taps)

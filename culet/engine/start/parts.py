@@ -26,7 +26,6 @@ from culet.engine.start.worker import (
 )
 from culet.limits import Limits
 from culet.media.reader import MediaReader
-from culet.runner.media.step_media import placeholder_ids
 from culet.runner.worker import Worker
 from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.media.features import FeatureLedger
@@ -138,7 +137,6 @@ def _make_scheduler(setup: Setup, built: BuiltWorker) -> Scheduler:
         plans_open=setup.has_graphs and max_drafts > 0,
         on_cpu=not setup.is_gpu,
         features=_make_features(setup),
-        placeholder_ids=placeholder_ids(setup.checkpoint.config, setup.spec.vocab_size),
     )
 
 

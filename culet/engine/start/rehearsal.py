@@ -290,7 +290,7 @@ class Rehearsal:
         num_seqs, max_len = self.max_num_seqs, self.max_model_len
         runner = Runner(self.model, pool, self.backends, max_num_seqs=num_seqs, max_model_len=max_len, drafter=self.drafter)
         runner.use_grammars(GrammarCompiler(Vocabulary(self.model.spec.vocab_size, lambda _: b"", frozenset(), (0,))))
-        runner.use_media(_BlankEncoder(self.model), frozenset(), self.image_mask)
+        runner.use_media(_BlankEncoder(self.model), self.image_mask)
         return runner
 
     def _bound_plan(self) -> StepPlan:

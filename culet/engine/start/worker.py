@@ -39,7 +39,7 @@ from culet.parallel.progress import begin
 from culet.parallel.reduce.choice import LIBRARY_ALONE, Reductions
 from culet.parallel.reduce.probe import probe
 from culet.parallel.reduce.symmetric import may_overlap
-from culet.runner.media.step_media import ImageMask, image_mask, placeholder_ids
+from culet.runner.media.step_media import ImageMask, image_mask
 from culet.runner.runner import Runner
 from culet.runner.worker import BUILD_LIMIT_S, ProcessWorker, Worker
 from culet.structured.compiler import GrammarCompiler
@@ -381,8 +381,10 @@ def _capture_graphs(setup: Setup, runner: Runner) -> None:
 
 
 def _use_media(setup: Setup, runner: Runner, towers: Towers | None) -> None:
-    runner.use_media(towers, placeholder_ids(setup.checkpoint.config, setup.spec.vocab_size), _image_mask(setup))
-    if towers is not None and setup.is_gpu:
+    if towers is None:
+        return
+    runner.use_media(towers, _image_mask(setup))
+    if setup.is_gpu:
         runner.prioritise_steps()
 
 

@@ -1,7 +1,7 @@
 """Eager twins of the first and last kernels of a fixed-shape step. They lay out tokens, store draws and count accepted drafts.
 
 Shapes: T tokens of a step · B rows of a step · R rows that may draft · X = T + R · S slots · L tokens per slot · G KV groups ·
-D model.
+D model · P placeholders of media.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from culet.kernels.types import PageTables, PlannedRows, TokenLayout
 
 
 def lay_out_tokens(
-    rows: PlannedRows, tables: PageTables, tokens_SL: Tensor, accepted_S: Tensor, room: int, into: TokenLayout
+    rows: PlannedRows,
+    tables: PageTables,
+    tokens_SL: Tensor,
+    placeholder_P: Tensor,
+    accepted_S: Tensor,
+    room: int,
+    into: TokenLayout,
 ) -> None:
     """Compute the positions and KV addresses of a step's tokens and read their ids. `room` is the size of each slot's ring."""
     num_tokens, num_rows = into.token_ids_T.shape[0], rows.start_B.shape[0]
@@ -26,6 +32,7 @@ def lay_out_tokens(
     position_T = start_B[row_T] + token_T - rows.begin_B1[row_T]
     place_T = slot_B[row_T] * width + position_T
     into.token_ids_T.copy_(tokens_SL.view(-1)[place_T])
+    into.embedded_ids_T.copy_(into.token_ids_T.masked_fill(torch.isin(into.token_ids_T, placeholder_P), 0))
     into.positions_T.copy_(position_T)
     into.next_places_T.copy_(place_T + 1)
     into.next_positions_T.copy_(position_T + 1)

@@ -119,7 +119,7 @@ class FixedDraws:
         drawn_T = self.draw(logits_TV, buffers.columns, next_tokens.positions_R)
         self._ops.accept_drafts(
             drawn_T,
-            step.batch.token_ids_T,
+            step.layout.token_ids_T,
             begin_B1,
             next_tokens.places_R,
             self.tokens_SL,

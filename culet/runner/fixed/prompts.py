@@ -110,7 +110,7 @@ class FixedPrompts:
 
     def _run_without_rows(self, pieces: PaddedPieces) -> None:
         target = self.target
-        batch = fill((), target.pool.layout, self._tokens_SL)
+        batch = fill((), target.pool.layout, self._tokens_SL, target.placeholder_P)
         batch = replace(batch, tail=batch)
         target.plan(batch)
         num_layers = target.model.num_whole_layers(target.taps)

@@ -190,7 +190,8 @@ class FixedSteps:
 
     def _lay_out(self, step: FixedStep) -> None:
         ring_len = 0 if self.deferred is None else self.deferred.ring_len
-        self._ops.lay_out_tokens(step.planned, self.tables.packed, self.tokens_SL, self.accepted_S, ring_len, step.layout)
+        inputs = self.tokens_SL, self.target.placeholder_P, self.accepted_S
+        self._ops.lay_out_tokens(step.planned, self.tables.packed, *inputs, ring_len, step.layout)
 
     def _forward(self, step: FixedStep, batch: ForwardBatch) -> Hidden:
         with replayed():
@@ -246,6 +247,7 @@ class FixedSteps:
         zeros = partial(torch.zeros, dtype=torch.int64, device=device)
         layout = TokenLayout(
             token_ids_T=zeros(num_tokens),
+            embedded_ids_T=zeros(num_tokens),
             positions_T=zeros(num_tokens),
             next_places_T=zeros(num_tokens),
             next_positions_T=zeros(num_tokens).int(),
@@ -259,7 +261,7 @@ class FixedSteps:
             for index, table in enumerate(self.tables.groups)
         ]
         batch = ForwardBatch(
-            token_ids_T=layout.token_ids_T,
+            token_ids_T=layout.embedded_ids_T,
             positions_T=layout.positions_T,
             row_begin_B1=planned.begin_B1,
             context_B=layout.context_B,

@@ -1,7 +1,6 @@
 """Where a step reads features instead of embeddings, and which keys the tokens of images see.
 
-Media are spans of placeholder tokens. Their rows come from the feature store, with token id 0 for per-layer embeddings. A
-placeholder in a prompt that stands for nothing is embedded as token 0 too, as in transformers.
+Media are spans of placeholder tokens. Their rows come from the feature store, with token id 0 for per-layer embeddings.
 
 The tokens of a whole image see each other. `ImageMask` names the rules, each an interval of keys for the token at position i
 of an image at positions s to e, in a model with the window W:
@@ -16,7 +15,7 @@ All other tokens follow the causal rule. Shapes: T new tokens of a step · M sof
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -50,7 +49,6 @@ class StepMedia:
 
     index_M: Ints  # soft tokens, among all tokens of the step
     rows: tuple[Tensor, ...]  # their rows, in the same order, in parts
-    stray_M: Ints  # placeholders without media, among all tokens
     first_T: Ints | None  # first position of the image that a token belongs to, or its own; None without whole images
     last_T: Ints | None  # last position
     has_image: tuple[bool, ...]  # by row, whether it has tokens of whole images
@@ -71,37 +69,20 @@ class StepMedia:
         return np.stack((lo_T, self.last_T)).astype(np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class _SlotMedia:
-    """The media in the tokens that a slot's sequence entered with."""
-
-    spans: tuple[MediaSpan, ...]
-    strays: tuple[int, ...]  # positions
-    end: int  # no media from this position on
-
-
 @dataclass
 class SlotMedia:
     """The media of all slots."""
 
-    placeholder_ids: frozenset[int]
     mask: ImageMask
     store: FeatureStore | None  # None without towers
-    _slots: dict[int, _SlotMedia] = field(default_factory=dict)
+    _slots: dict[int, tuple[MediaSpan, ...]] = field(default_factory=dict)  # of sequences with media that are not all computed
 
     def enter(self, entries: Iterable[Entry]) -> None:
         """Note the media of sequences that take their slots."""
         for entry in entries:
             self._slots.pop(entry.slot, None)
-            strays: tuple[int, ...] = ()
-            if self.placeholder_ids.isdisjoint(entry.token_ids):
-                if not entry.media:
-                    continue
-            else:
-                strays = _strays(entry, self.placeholder_ids)
-            end = max([span.end for span in entry.media[-1:]] + [position + 1 for position in strays[-1:]], default=0)
-            if end:
-                self._slots[entry.slot] = _SlotMedia(entry.media, strays, end)
+            if entry.media:
+                self._slots[entry.slot] = entry.media
 
     def find(self, rows: Sequence[Row]) -> StepMedia | None:
         """Return the media in a step's tokens, or None if there are none, as in most steps."""
@@ -109,20 +90,18 @@ class SlotMedia:
             return None
         index: list[Ints] = []
         parts: list[Tensor] = []
-        strays: list[int] = []
         blocks: list[tuple[int, int, MediaSpan]] = []  # first and end token of whole images
         has_image = [False] * len(rows)
         begin = 0
         for number, row in enumerate(rows):
-            media, shift, row_end = self._slots.get(row.slot), begin - row.start, row.start + row.num_new
+            spans, shift, row_end = self._slots.get(row.slot), begin - row.start, row.start + row.num_new
             begin += row.num_new
-            if media is None:
+            if spans is None:
                 continue
-            if row.start >= media.end:
+            if row.start >= spans[-1].end:
                 del self._slots[row.slot]
                 continue
-            strays += [position + shift for position in media.strays if row.start <= position < row_end]
-            for span in media.spans:
+            for span in spans:
                 first, end = max(span.start, row.start), min(span.end, row_end)
                 if first >= end:
                     continue
@@ -132,24 +111,10 @@ class SlotMedia:
                 if span.is_whole and self.mask is not ImageMask.CAUSAL:
                     blocks.append((first + shift, end + shift, span))
                     has_image[number] = True
-        if not (index or strays):
+        if not index:
             return None
         first_T, last_T = _blocks(rows, blocks)
-        index_M = np.concatenate(index) if index else np.zeros(0, dtype=np.int64)
-        stray_M = np.array(strays, dtype=np.int64)
-        return StepMedia(index_M, tuple(parts), stray_M, first_T, last_T, tuple(has_image), self.mask)
-
-
-def _strays(entry: Entry, placeholder_ids: frozenset[int]) -> tuple[int, ...]:
-    """Return the positions of placeholders in the prompt that no media stand for. One that the model drew is just a token."""
-    covered = {position for span in entry.media for position in range(span.start, span.end)}
-    return tuple(
-        [
-            position
-            for position, token_id in enumerate(entry.token_ids[: entry.prompt_len])
-            if token_id in placeholder_ids and position not in covered
-        ]
-    )
+        return StepMedia(np.concatenate(index), tuple(parts), first_T, last_T, tuple(has_image), self.mask)
 
 
 def _blocks(rows: Sequence[Row], blocks: Sequence[tuple[int, int, MediaSpan]]) -> tuple[Ints | None, Ints | None]:
@@ -161,9 +126,3 @@ def _blocks(rows: Sequence[Row], blocks: Sequence[tuple[int, int, MediaSpan]]) -
     for begin, end, span in blocks:
         first_T[begin:end], last_T[begin:end] = span.start, span.end - 1
     return first_T, last_T
-
-
-def placeholder_ids(config: Mapping[str, object], vocab_size: int) -> frozenset[int]:
-    """Return the ids of the tokens that stand for media, from config.json."""
-    ids = (config.get(name) for name in ("image_token_id", "video_token_id", "audio_token_id"))
-    return frozenset(token_id for token_id in ids if isinstance(token_id, int) and 0 <= token_id < vocab_size)

@@ -90,12 +90,13 @@ W = 16
 LAYOUT = make_layout((W, 8), (None, 8))
 
 
-def step_media(mask: ImageMask, start: int, num_new: int, spans: list[MediaSpan]) -> StepMedia | None:
-    class Store:
-        def rows(self, key: bytes) -> torch.Tensor:
-            return torch.zeros(100, 4)
+class Store:
+    def rows(self, key: bytes) -> torch.Tensor:
+        return torch.zeros(100, 4)
 
-    slots = SlotMedia(frozenset(), mask, Store())  # type: ignore[arg-type]
+
+def step_media(mask: ImageMask, start: int, num_new: int, spans: list[MediaSpan]) -> StepMedia | None:
+    slots = SlotMedia(mask, Store())  # type: ignore[arg-type]
     slots.enter([Entry(0, (1,) * 200, 200, PLAIN, media=tuple(spans))])
     return slots.find([Row(0, start, num_new, 1, (), ())])
 
@@ -150,11 +151,11 @@ def test_which_mask() -> None:
 
 def test_a_slot_forgets_its_media_once_they_are_computed() -> None:
     """After that, a step does not look for media at all."""
-    slots = SlotMedia(frozenset({9}), ImageMask.CAUSAL, None)
-    slots.enter([Entry(0, (1, 9, 1), 3, PLAIN), Entry(1, (1, 1), 2, PLAIN)])
+    slots = SlotMedia(ImageMask.CAUSAL, Store())  # type: ignore[arg-type]
+    slots.enter([Entry(0, (1, 9, 1), 3, PLAIN, media=(MediaSpan(1, 1, b"k"),)), Entry(1, (1, 1), 2, PLAIN)])
     found = slots.find([Row(1, 0, 2, 1, (), ()), Row(0, 0, 2, 1, (), ())])
     assert found is not None
-    assert found.stray_M.tolist() == [3]
+    assert found.index_M.tolist() == [3]
     assert slots.find([Row(0, 2, 1, 1, (), ())]) is None
     assert not slots._slots
 

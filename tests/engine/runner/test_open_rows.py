@@ -189,7 +189,7 @@ def test_tokens_stand_where_fill_says(one_model, num_rows: int, num_drafts: int)
             closed.append(rows[-1].close(start - low))
             assert (closed[-1].start, closed[-1].store_from, closed[-1].num_open) == (start, (start, start), 0)
         step = laid_out(fixed, rows)
-        wanted = fill(closed, layout, fixed.tokens_SL)
+        wanted = fill(closed, layout, fixed.tokens_SL, fixed.target.placeholder_P)
         num_tokens = wanted.positions_T.shape[0]
         assert torch.equal(step.batch.token_ids_T[:num_tokens], wanted.token_ids_T)
         assert torch.equal(step.batch.positions_T[:num_tokens], wanted.positions_T)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -239,6 +240,20 @@ def test_samples_and_draws(shape: str) -> None:
     ):
         prompts = list(prompts_of())[1:5]
         assert tokens_of(on_gpu(shape, "float32"), prompts, params) == tokens_of(on_cpu(shape), prompts, params)
+
+
+def test_placeholders_that_the_model_draws(tmp_path: Path) -> None:
+    """They are embedded as token 0 in graphs too."""
+    placeholder = 9
+    folder = shutil.copytree(checkpoint("31B"), tmp_path / "seeing")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "image_token_id": placeholder}))
+    params = SamplingParams(seed=9, temperature=1.3, logit_bias={placeholder: 5.0}, max_tokens=NUM_TOKENS, ignore_eos=True)
+    on_cpu_too = LLM(str(folder), device="cpu", dtype="float32", max_model_len=256)
+    told = tokens_of(LLM(str(folder), device="cuda", dtype="float32", **SETTINGS), prompts_of(), params)
+    assert told == tokens_of(on_cpu_too, prompts_of(), params)
+    assert told != tokens_of(on_cpu("31B"), prompts_of(), params)
+    assert all(placeholder in answer[:-1] for answer in told), told
 
 
 def test_log_probabilities() -> None:

@@ -20,6 +20,7 @@ from culet.types import PageTable, Row, StepPlan
 
 WINDOW = 20
 NUM_SLABS = 400
+NONE = torch.empty(0, dtype=torch.int64)  # no placeholders
 
 
 def make_layout() -> CacheLayout:
@@ -68,7 +69,7 @@ def rows_of(kind: str, seed: int) -> list[Row]:
 def test_fill(kind: str, seed: int) -> None:
     rows, tokens = rows_of(kind, seed), make_tokens()
     check(*rows)
-    batch = fill(rows, LAYOUT, tokens)
+    batch = fill(rows, LAYOUT, tokens, NONE)
     token = 0
     wanted = []
     for index, row in enumerate(rows):
@@ -101,10 +102,23 @@ def test_fill(kind: str, seed: int) -> None:
     assert (batch.tail is None) == (len(wanted) == token)
 
 
+def test_placeholders_are_embedded_as_token_0() -> None:
+    """In all rows, and in the tail."""
+    pages = random.Random(4)
+    rows = [make_row(0, 3, 5, 1, pages), make_row(2, 20, 1, 1, pages)]
+    plain = fill(rows, LAYOUT, make_tokens(), NONE).token_ids_T
+    batch = fill(rows, LAYOUT, make_tokens(), plain[[1, 4, 5]])
+    assert batch.token_ids_T.tolist() == [
+        0 if index in (1, 4, 5) else token_id for index, token_id in enumerate(plain.tolist())
+    ]
+    assert batch.tail is not None
+    assert batch.tail.token_ids_T.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_tail(seed: int) -> None:
     rows = rows_of("mixed", seed)
-    batch = fill(rows, LAYOUT, make_tokens())
+    batch = fill(rows, LAYOUT, make_tokens(), NONE)
     tail = batch.tail
     if tail is None:
         assert all(row.num_logits == row.num_new for row in rows)
@@ -130,7 +144,7 @@ def test_tail(seed: int) -> None:
 
 def test_no_logits_at_all() -> None:
     chance = random.Random(0)
-    batch = fill([make_row(0, 0, 30, 0, chance)], LAYOUT, make_tokens())
+    batch = fill([make_row(0, 0, 30, 0, chance)], LAYOUT, make_tokens(), NONE)
     assert batch.logits_index_L.numel() == 0
     assert batch.tail is not None
     assert batch.tail.num_tokens == 0
@@ -204,7 +218,7 @@ def test_the_tables_of_an_unread_group_are_left_out() -> None:
     """The other groups and the tail are the same as with all tables."""
     pages = random.Random(3)
     rows = [make_row(slot, 20 + slot, 1, slot % 2, pages) for slot in range(4)]
-    whole, part = (fill(rows, LAYOUT, make_tokens(), unread) for unread in (None, LAYOUT.groups[0]))
+    whole, part = (fill(rows, LAYOUT, make_tokens(), NONE, unread) for unread in (None, LAYOUT.groups[0]))
     assert whole.tail is not None
     assert part.tail is not None
     for expected, batch in ((whole, part), (whole.tail, part.tail)):
