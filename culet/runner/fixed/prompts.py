@@ -40,8 +40,9 @@ from culet.runner.target import Target
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SIZES = (64, 128, 192, 256, 304, 336, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+SIZES = (64, 128, 192, 256, 304, 336, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048)
 LAYER_SECONDS = 6e-4  # time that the host needs to launch a layer, measured beside an H200
+EXPERTS_SECONDS = 2e-4  # additional time for a layer's router and experts
 MIN_TAIL_LAYERS = 4  # a tail with fewer layers is launched quickly enough
 
 
@@ -51,10 +52,11 @@ def prompt_sizes(spec: ModelSpec, expert_bytes: int, limit: int, arch: Arch) -> 
     `expert_bytes` are those of all routed experts. Even a short prompt reads each of them, for few tokens each.
     """
     weights = text_weights(spec)
-    used = weights["attention"] + weights["dense MLP"]
+    used, layer_seconds = weights["attention"] + weights["dense MLP"], LAYER_SECONDS
     if spec.moe is not None:
         used += weights["routed experts"] * spec.moe.top_k // spec.moe.num_experts
-    spare = len(spec.layers) * LAYER_SECONDS - expert_bytes / arch.rates.bytes_per_s
+        layer_seconds += EXPERTS_SECONDS
+    spare = len(spec.layers) * layer_seconds - expert_bytes / arch.rates.bytes_per_s
     longest = spare * arch.rates.flops_per_s / (2 * used)
     return tuple(size for size in SIZES if size <= min(limit, longest))
 

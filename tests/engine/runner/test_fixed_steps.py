@@ -91,13 +91,13 @@ def test_prompt_sizes():
         spec = read_spec(VARIANTS[name])
         _, expert_bytes = Gemma4(spec, Weights(torch.bfloat16, torch.device("meta"))).step_bytes()
         longest[name] = prompt_sizes(spec, expert_bytes, 8192, ARCHS["sm_90"])[-1]
-    assert longest == {"E2B": 2048, "E4B": 2048, "12B": 768, "26B-A4B": 640, "31B": 384}
+    assert longest == {"E2B": 2048, "E4B": 2048, "12B": 768, "26B-A4B": 1280, "31B": 384}
     small = read_spec(VARIANTS["E4B"])
     assert prompt_sizes(small, 0, 8192, ARCHS["sm_89"])[-1] == 768
     assert prompt_sizes(small, 0, 500, ARCHS["sm_90"]) == tuple(size for size in SIZES if size <= 500)
     assert prompt_sizes(small, 0, 0, ARCHS["sm_90"]) == ()
     mixed = read_spec(VARIANTS["26B-A4B"])
-    sizes = [prompt_sizes(mixed, count, 8192, ARCHS["sm_90"])[-1] for count in (0, 10**10, 4 * 10**10)]
+    sizes = [prompt_sizes(mixed, count, 8192, ARCHS["sm_90"])[-1] for count in (0, 3 * 10**10, 6 * 10**10)]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 3  # the fewer bytes experts have, the longer are the sizes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from culet.attention.torch_cpu import TorchCPUBackend
@@ -12,11 +11,11 @@ from culet.engine.start.rehearsal import Rehearsal
 from culet.models.checkpoint import open_checkpoint
 from culet.models.weights import load_model
 from tests.engine.llm.oracle import folder_of
+from tests.matrix import matrix
 from tests.unit.engine.test_rehearsal import SAMPLING
 
 
-@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 1), (3, 40), (4, 300)])
-@pytest.mark.parametrize("shape", ["E2B", "26B-A4B"])
+@matrix({"max_num_seqs, budget": [(1, 1), (3, 40), (4, 300)], "shape": ["E2B", "26B-A4B"]})
 def test_every_step_runs(shape: str, max_num_seqs: int, budget: int) -> None:
     checkpoint = open_checkpoint(str(folder_of(shape)))
     model = load_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"), progress=False)

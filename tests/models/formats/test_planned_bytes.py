@@ -27,6 +27,7 @@ from culet.models.variants import VARIANTS
 from culet.models.weights import load_model
 from culet.parallel.group import RankGroup
 from culet.parallel.rank import Rank
+from tests.matrix import matrix
 from tests.models.formats import writing
 from tests.models.formats.comparing import load
 from tests.models.formats.test_compressed_tensors import NVFP4, floats, integers
@@ -47,8 +48,7 @@ def planned(folder: Path) -> dict[str, int]:
     return part_bytes(checkpoint.spec, checkpoint.config, 4)
 
 
-@pytest.mark.parametrize("target", ["Embedding", "re:.*embed_tokens.*"])
-@pytest.mark.parametrize("case", TABLES)
+@matrix({"case": list(TABLES), "target": ["Embedding", "re:.*embed_tokens.*"]})
 def test_tables_of_compressed_tensors(case: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are stored like matrices, and a scheme for linear modules does not count for them."""
     monkeypatch.setattr(writing, "LINEARS", (*writing.LINEARS, "embed_tokens", "embed_tokens_per_layer"))
@@ -100,8 +100,7 @@ MIXED: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("shape", ["31B", "26B-A4B", "E2B"])
-@pytest.mark.parametrize("case", MIXED)
+@matrix({"case": list(MIXED), "shape": ["31B", "26B-A4B", "E2B"]})
 def test_gguf_with_several_types(case: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor counts with its own type."""
     monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path / "cache"))
@@ -194,9 +193,7 @@ FORMATS: dict[str, tuple[dict[str, Any], str, Callable[[str], WeightFormat]]] = 
 REFUSED = {("26B-A4B", "int4 in groups of 32", 4), ("26B-A4B", "int4 in groups of 32", 8), ("26B-A4B", "nvfp4", 8)}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("name", ["12B", "26B-A4B", "31B"])
+@matrix({"name": ["12B", "26B-A4B", "31B"], "form": list(FORMATS), "num_ranks": [1, 2, 4, 8]})
 def test_the_bytes_of_a_rank(name: str, form: str, num_ranks: int, tmp_path: Path) -> None:
     """The parameters at real sizes, on the first and on the last rank."""
     described, quantization, choose_format = FORMATS[form]

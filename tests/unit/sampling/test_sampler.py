@@ -18,6 +18,7 @@ from culet.sampling.philox import uniforms
 from culet.sampling.ranking import CHUNK, MIN_CHUNKS, argmax, top_columns
 from culet.sampling.sampler import History, TokenMasks, adjust, sample
 from culet.types import Sampling
+from tests.matrix import matrix
 from tests.samplings import GREEDY, PLAIN
 
 WIDE = CHUNK * MIN_CHUNKS * 2  # wide enough for the chunked ranking
@@ -71,8 +72,7 @@ FILTERS = {
 }
 
 
-@pytest.mark.parametrize("width", [97, WIDE])
-@pytest.mark.parametrize("name", FILTERS)
+@matrix({"name": list(FILTERS), "width": [97, WIDE]})
 def test_draws_follow_the_definition(name, width):
     generator = torch.Generator().manual_seed(3)
     # Whole numbers make ties everywhere, including at the edges of top-k and top-p.

@@ -28,6 +28,7 @@ from culet.scheduler.step_cost import (
     MeasuredCost,
     StepCost,
 )
+from tests.matrix import matrix
 from tests.unit.scheduler.draft_simulation import (
     CPU_DFLASH,
     CPU_MTP,
@@ -151,8 +152,7 @@ def test_good_drafts_are_nearly_always_used(name: str) -> None:
     assert speed([chat]) > 0.95 * best > 1.3
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("name", COSTS)
+@matrix({"name": list(COSTS), "batch": [1, 8]})
 def test_good_and_bad_chats_in_turn(name: str, batch: int) -> None:
     """Good chats reach 95 % of their speed alone, and bad chats 97 % of plain decoding, averaged over a few seeds."""
     alone_speeds, good_speeds, bad_speeds = [], [], []
@@ -217,8 +217,7 @@ def test_bad_chats_do_not_switch_drafting_off(name: str) -> None:
     assert speed(after) >= 0.9 * speed(alone)
 
 
-@pytest.mark.parametrize("num_tokens", [20, 40, 120])
-@pytest.mark.parametrize("name", COSTS)
+@matrix({"name": list(COSTS), "num_tokens": [20, 40, 120]})
 def test_bad_chats_among_themselves_are_nearly_plain(name: str, num_tokens: int) -> None:
     """If drafts do badly in general, only a few new chats get drafts, however short the chats are."""
     speeds = []
