@@ -25,9 +25,9 @@ test-all:  ## the same with long soaks and full test matrices
 	@scripts/get-chromium $(VENV)
 	@$(MAKE) --no-print-directory -j 2 lint pytest SELECTED="not gpu"
 
-# The tests' tensors are small, so one thread per process is fastest. Tests of servers often wait, so eight processes suit two cores.
+# The tests' tensors are small, so one thread per process is fastest. Tests of servers often wait, so six processes suit two cores.
 pytest:
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.forked -n 8 --dist loadfile --durations 20 -m "$(SELECTED)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.forked -n 6 --dist loadfile --durations 20 -m "$(SELECTED)"
 
 test-clients:  ## run real clients from PyPI and npm against the built-in model (CLIENTS=NAME for some)
 	@scripts/make-venv $(VENV)

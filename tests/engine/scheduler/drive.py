@@ -80,6 +80,7 @@ class Told:
     num_cached: int = 0
     num_deltas: int = 0
     error: str = ""
+    expected: list[int] = field(default_factory=list)  # what it must draw in all, once it is known
 
 
 class Drive:
@@ -143,7 +144,7 @@ class Drive:
         told.scores += [dict(score) for score in delta.prompt_logprobs]
         told.finish_reason = delta.finish_reason
         told.error = delta.error
-        expected = expected_tokens(request, delta.sample)
+        expected = told.expected = told.expected or expected_tokens(request, delta.sample)
         assert told.tokens == expected[: len(told.tokens)], f"{delta.request_id}/{delta.sample} drew other tokens"
         assert told.num_logprobs == len(told.tokens)
         if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -196,6 +197,15 @@ def audit_stored(scheduler: Scheduler, plan: PlannedRow) -> None:
     assert row.store_from in rules
 
 
+def assert_counted(counts: list[int], expected: Counter[int]) -> None:
+    """Check the references to every page. Lists are compared as a whole, because this runs after every step."""
+    wanted = [0] * len(counts)
+    for page, num_references in expected.items():
+        wanted[page] = num_references
+    wrong = [page for page in range(len(counts)) if counts[page] != wanted[page]] if counts != wanted else []
+    assert not wrong, f"pages {wrong} are counted wrongly"
+
+
 def audit(scheduler: Scheduler) -> None:
     """Check that every page's references are exactly those of the existing sequences, resume points and copies."""
     arena, prefix = scheduler.page_allocator.arena, scheduler.page_allocator.prefix
@@ -221,12 +231,10 @@ def audit(scheduler: Scheduler) -> None:
     kept: Counter[int] = Counter()
     for point in prefix.resume_points() if prefix else []:
         kept.update(point.pages)
-    num_free = num_reclaimable = 0
-    for page in range(arena.num_pages):
-        assert arena.num_references(page) == (held[page], kept[page]), f"page {page} is counted wrongly"
-        num_free += not held[page] and not kept[page]
-        num_reclaimable += bool(not held[page] and kept[page])
-    assert (arena.num_free, arena.num_reclaimable) == (num_free, num_reclaimable)
+    assert_counted(arena._held, held)
+    assert_counted(arena._kept, kept)
+    num_reclaimable = len(kept.keys() - held.keys())
+    assert (arena.num_free, arena.num_reclaimable) == (arena.num_pages - len(held) - num_reclaimable, num_reclaimable)
     slots = [seq.slot for seq in scheduler._running] + scheduler._free_slots
     assert sorted(slots) == list(range(len(slots)))
     if not scheduler._waiting.is_shared:

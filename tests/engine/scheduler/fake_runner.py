@@ -43,12 +43,12 @@ def draw(before: int, sampling: Sampling) -> int:
 
 def expected_tokens(request: Request, sample: int) -> list[int]:
     """Return what `sample` must draw, however it is scheduled."""
-    state = 0
+    state, sampling = 0, request.sampling_of(sample)
     for position, token in enumerate(request.prompt_token_ids):
         state = chain(state, content_at(position, token, request.media))
     tokens: list[int] = []
     while len(tokens) < request.max_tokens:
-        tokens.append(draw(state, request.sampling_of(sample)))
+        tokens.append(draw(state, sampling))
         if tokens[-1] in request.stop_token_ids:
             break
         state = chain(state, tokens[-1])

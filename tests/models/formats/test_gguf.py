@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,9 +33,14 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path / "cache"))
 
 
+@functools.cache
+def name_map(num_layers: int) -> gguf.TensorNameMap:
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, num_layers)
+
+
 def gguf_name(name: str, num_layers: int) -> str:
     """Return the name that llama.cpp's converter gives to a tensor."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, num_layers)
+    names = name_map(num_layers)
     local = name.removeprefix(PREFIX)
     for ending, renamed in RENAMED.items():
         if local.endswith(ending):
