@@ -19,6 +19,7 @@ from tests.engine.media.media_rig import (
     AUDIO,
     IMAGE,
     SHAPES,
+    VIDEO,
     VOCAB,
     Prompt,
     Told,
@@ -160,7 +161,7 @@ def test_a_placeholder_that_the_model_draws_is_no_image() -> None:
 
 
 @pytest.mark.parametrize("shape", ["31B", "E4B"])
-@pytest.mark.parametrize("kind", [IMAGE, AUDIO])
+@pytest.mark.parametrize("kind", [IMAGE, VIDEO, AUDIO])
 def test_a_placeholder_that_the_model_draws_is_token_0(shape: str, kind: int) -> None:
     """Trap 13: as transformers computes it. So the next turn, in whose prompt it is, reuses its KV."""
     engine = make(shape)

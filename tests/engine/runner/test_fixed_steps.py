@@ -23,6 +23,7 @@ from culet.runner.fixed.steps import Bucket, FixedSteps, bucket_sizes
 from culet.runner.runner import Runner
 from culet.runner.target import Target
 from culet.types import PageTable, Row
+from tests.engine.drafting.draft_drive import use_fixed_draws
 from tests.engine.runner.test_runner import (
     GEMMA,
     GREEDY,
@@ -38,6 +39,7 @@ from tests.engine.runner.test_runner import (
     watch,
 )
 from tests.matrix import matrix
+from tests.samplings import PLAIN
 
 __all__ = ["model", "one_model"]  # fixtures
 
@@ -198,6 +200,28 @@ def test_verify_steps(model, mistake):
     assert {bucket.num_queries for bucket in rig.used} == {1, 4}
     plans = [plan.rows for plan, _ in rig.results if rig.fixed.find(plan.rows) is not None]
     assert any(len({row.num_new for row in rows}) > 1 for rows in plans)
+
+
+def test_drafts_may_be_placeholders(one_model):
+    """They are embedded as token 0, but a draft is compared by its own id."""
+
+    def seeing(rig):
+        rig.runner.target.placeholder_P = torch.arange(0, one_model.spec.vocab_size, 2)
+        return rig
+
+    requests = [
+        make_request(f"d{length}", length, replace(PLAIN, temperature=3.0, seed=length), num_tokens=20) for length in (5, 33)
+    ]
+    expected = seeing(Rig(one_model, max_num_seqs=2)).run(*requests)
+    outputs = {request.prompt_token_ids[0]: expected[request.request_id, 0][0] for request in requests}
+    assert all(sum(token % 2 == 0 for token in output) > 4 for output in outputs.values())
+    assert outputs != {key: value[0] for key, value in Rig(one_model, max_num_seqs=2).run(*requests).items()}
+    prompt_lens = {request.prompt_token_ids[0]: len(request.prompt_token_ids) for request in requests}
+    rig = seeing(FixedRig(one_model, max_num_seqs=2, drafter=ListDrafter(outputs, prompt_lens, max_drafts=3)))
+    use_fixed_draws(rig.runner)
+    assert {key: value[0] for key, value in rig.run(*requests).items()} == {key: value[0] for key, value in expected.items()}
+    counters = rig.scheduler.counters
+    assert counters.accepted_tokens == counters.drafted_tokens > 20
 
 
 def test_fixed_shapes_need_a_spare_page(one_model):
