@@ -1,13 +1,16 @@
 """Measure what images cost the chats that run beside them, and what loaded towers cost text alone.
 
     python benchmarks/images_beside_decode.py E4B                                         # on a GPU
+    python benchmarks/images_beside_decode.py 31B --whole                                 # without halves
     python benchmarks/images_beside_decode.py FOLDER --chats 4 --steps 20 --images 4 --every-ms 20 --prompt-len 20   # on a CPU
 
 The model has the dimensions of a variant or of the checkpoint in a folder, and random weights. Chats decode all the time. First
 they are alone, then a request with an image arrives every `--every-ms`, then a burst of such requests at once. A step's time is
 the time between its result and the one before, which is what a chat waits for its next token. `launch` is the host's part of
-it. The steps are split into three kinds: those beside a tower, those with a prompt's chunk, and all others. `slower` is the
-worst step's time minus the median of the chats alone. Before and after, the same chats run alone in an engine without towers.
+it. The steps are split into three kinds: those beside a tower, those with a prompt's chunk, and all others. `halves` counts the
+steps that run half of the layers for a chunk. `slower` is the worst step's time minus the median of the chats alone, and
+`slower_median` the median step's. The time to the first token of a request with an image includes its tower. Before and after,
+the same chats run alone in an engine without towers.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ class TimedStep:
     num_tokens: int
     seconds: float
     launch_s: float
+    has_half: bool = False  # whether it runs half of the layers for a chunk
 
 
 @dataclass
@@ -64,6 +68,8 @@ class StepClock:
         self.engine = engine
         self.steps: list[TimedStep] = []
         self.ended: set[str] = set()
+        self.added_at: dict[str, float] = {}
+        self.waited_s: dict[str, float] = {}  # from when a request was added to its first token
         self._worker, self._launched = engine._worker, deque[_Launched]()
         self._encoding: set[bytes] = set()  # keys of features that no result has reported yet
         self._last = 0.0
@@ -85,7 +91,8 @@ class StepClock:
         kind = CHUNK if any(row.num_new > 1 for row in rows) else BESIDE if self._encoding else ALONE
         self._encoding -= set(result.encoded)
         if rows:
-            self.steps.append(TimedStep(kind, sum(row.num_new for row in rows), now - self._last, launched.launch_s))
+            has_half, num_tokens = any(row.which_half for row in rows), sum(row.num_new for row in rows)
+            self.steps.append(TimedStep(kind, num_tokens, now - self._last, launched.launch_s, has_half))
         self._last = now
         return result
 
@@ -94,9 +101,15 @@ class StepClock:
 
     # The caller's side
 
+    def add(self, request: Request) -> None:
+        self.added_at[request.request_id] = time.perf_counter()
+        self.engine.add(request)
+
     def run_step(self) -> None:
         for delta in self.engine.step():
             assert delta.finish_reason is not FinishReason.ERROR, delta.error
+            if delta.token_ids and delta.request_id not in self.waited_s:
+                self.waited_s[delta.request_id] = time.perf_counter() - self.added_at[delta.request_id]
             if delta.finish_reason is not None:
                 self.ended.add(delta.request_id)
 
@@ -127,7 +140,7 @@ def image_request(engine: Engine, budget: int, seed: str) -> Request:
 def start_chats(clock: StepClock, chats: Sequence[Request]) -> None:
     """Add the chats, and run until all of them decode."""
     for chat in chats:
-        clock.engine.add(chat)
+        clock.add(chat)
     for _ in range(10_000):
         clock.run_step()
         *_, last = clock.steps
@@ -153,7 +166,7 @@ def run_requests(clock: StepClock, requests: Sequence[Request], every_s: float) 
     while waiting or any(request.request_id not in clock.ended for request in requests):
         due = int((time.perf_counter() - began) / every_s) + 1 if every_s else len(requests)
         while waiting and len(requests) - len(waiting) < due:
-            clock.engine.add(waiting.popleft())
+            clock.add(waiting.popleft())
         clock.run_step()
     return clock.take()
 
@@ -165,8 +178,9 @@ def figures(steps: Iterable[TimedStep], alone_ms: float | None) -> dict[str, Any
     worst = max(steps, key=lambda step: step.seconds)
     found: dict[str, Any] = {"steps": len(times), "median_ms": median(times), "p99_ms": times[int(0.99 * (len(times) - 1))]}
     found |= {"worst_ms": times[-1], "worst_launch_ms": 1e3 * worst.launch_s, "worst_tokens": worst.num_tokens}
+    found["halves"] = sum(step.has_half for step in steps)
     if alone_ms is not None:
-        found["slower_ms"] = times[-1] - alone_ms
+        found |= {"slower_ms": times[-1] - alone_ms, "slower_median_ms": found["median_ms"] - alone_ms}
     return found
 
 
@@ -178,6 +192,14 @@ def by_kind(name: str, steps: Sequence[TimedStep], alone_ms: float) -> dict[str,
             found[kind] = figures(own, alone_ms)
     for kind, values in found.items():
         show(f"{name}, {kind}", values)
+    return found
+
+
+def first_tokens(name: str, clock: StepClock, requests: Iterable[Request]) -> dict[str, float]:
+    """Print and return how long requests waited for their first tokens, in ms."""
+    waited = sorted(1e3 * clock.waited_s[request.request_id] for request in requests)
+    found = {"median_ms": median(waited), "worst_ms": waited[-1]}
+    show(f"{name}, time to the first token", found)
     return found
 
 
@@ -221,6 +243,8 @@ def measure_images(options: argparse.Namespace) -> dict[str, Any]:
     """Measure chats in an engine with towers: alone, while images stream in, and beside a burst of images."""
     engine = open_engine(options, has_towers=True)
     assert MediaKind.IMAGE in engine.media.spec.kinds, "the model does not see images"
+    if options.whole:
+        engine._scheduler._halves.least = 0
     clock = StepClock(engine)
     streamed = [image_request(engine, options.budget, f"streamed {number}") for number in range(options.images)]
     burst = [image_request(engine, options.budget, f"burst {number}") for number in range(options.burst)]
@@ -237,7 +261,11 @@ def measure_images(options: argparse.Namespace) -> dict[str, Any]:
     alone_ms = found["alone"]["median_ms"]
     found["stream"] = by_kind("images stream in", run_requests(clock, streamed, options.every_ms / 1e3), alone_ms)
     found["burst"] = by_kind("a burst of images", run_requests(clock, burst, 0), alone_ms)
+    found["stream first tokens"] = first_tokens("images stream in", clock, streamed)
+    found["burst first tokens"] = first_tokens("a burst of images", clock, burst)
     counters = engine.stats().counters
+    found["halved_chunks"] = counters.halved_chunks
+    print(f"chunks in halves: {counters.halved_chunks}", flush=True)
     assert counters.encoded_items == len(streamed) + len(burst) + len(warm_up), "an image was not encoded exactly once"
     assert clock.ended.isdisjoint(f"chat {number}" for number in range(options.chats)), "a chat ended too early: raise --room"
     found["kernels_compiled_while_serving"] = engine.stats().kernels_compiled
@@ -260,6 +288,7 @@ def main() -> None:
     parser.add_argument("--burst", type=int, default=16, help="images that arrive at once")
     parser.add_argument("--budget", type=int, default=280, help="most soft tokens of an image")
     parser.add_argument("--room", type=int, default=4000, help="tokens that chats may write while images come")
+    parser.add_argument("--whole", action="store_true", help="compute every chunk in one step, never in halves")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=JSON", help="settings of the engine")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, help="write the results to this file as JSON")

@@ -6,13 +6,14 @@ Each field's doc line becomes its `--help` text and its line on the reference pa
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from culet.errors import ConfigError
 from culet.hardware import SMALL_GPU_BYTES, SMALL_GPU_TOKENS
-from culet.limits import read_limits
+from culet.limits import MEDIA_KINDS, read_limits, read_media_limits, read_object
 from culet.thinking import read_thinking_budgets
 
 
@@ -51,6 +52,11 @@ class ModelConfig:
         "Precision to which unquantised weights are quantised while loading; auto keeps that of the checkpoint.",
         choices=("auto", "fp8", "int4"),
     )
+    head_quantization: str = option(
+        "auto",
+        "Precision to which the embedding table, which is also the head, is quantised while loading; answers change a little.",
+        choices=("auto", "fp8", "int4"),
+    )
     max_model_len: int | None = option(None, "Maximum length of prompt plus output, in tokens (default: the model's limit).")
     attention_backend: str = option(
         "auto", "Attention backend: one name for all layers, or one per group, as in sliding=NAME,global=NAME."
@@ -74,8 +80,6 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len")
-        if self.quantization not in ("auto", "fp8", "int4"):
-            raise ConfigError(f"quantization: got {self.quantization!r}, expected auto, fp8 or int4")
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,11 @@ class CacheConfig:
     enable_prefix_caching: bool = option(
         True, "Reuse the KV cache of prompts that share a prefix.", flag="--enable-prefix-caching/--no-enable-prefix-caching"
     )
+    swap_space: float = option(
+        8.0,
+        "Size of host memory per engine, in GiB, in which preempted sequences keep their KV cache; without room there, it is "
+        "computed again. At most a quarter of the free memory is taken; 0 turns it off.",
+    )
 
     def __post_init__(self) -> None:
         _positive(self, "kv_cache_memory_bytes")
@@ -102,6 +111,8 @@ class CacheConfig:
             raise ConfigError(
                 f"gpu-memory-utilization: got {self.gpu_memory_utilization}, expected a number above 0 and at most 1"
             )
+        if not 0 <= self.swap_space < math.inf:
+            raise ConfigError(f"swap-space: got {self.swap_space}, expected a number of GiB, or 0 to turn it off")
 
 
 @dataclass(frozen=True)
@@ -167,12 +178,9 @@ class DraftChoice:
         if count is not None and not 1 <= count <= MAX_DRAFTS:
             problem = f"got {count}, expected a whole number from 1 to {MAX_DRAFTS}"
             raise ConfigError(f"speculative-config: num_speculative_tokens: {problem}")
-        if self.position not in ("engine", "hf"):
-            raise ConfigError(f"speculative-config: position: got {self.position!r}, expected engine or hf")
-        if self.head_dtype not in ("auto", "fp8"):
-            raise ConfigError(f"speculative-config: head_dtype: got {self.head_dtype!r}, expected auto or fp8")
-        if self.quantization not in ("auto", "fp8"):
-            raise ConfigError(f"speculative-config: quantization: got {self.quantization!r}, expected auto or fp8")
+        for name, known in (("position", "engine or hf"), ("head_dtype", "auto or fp8"), ("quantization", "auto or fp8")):
+            if (value := getattr(self, name)) not in known.split(" or "):
+                raise ConfigError(f"speculative-config: {name}: got {value!r}, expected {known}")
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= MAX_DRAFTS:
             problem = f"got {self.prompt_lookup_min} and {self.prompt_lookup_max}, expected min <= max, from 1 to {MAX_DRAFTS}"
             raise ConfigError(f"speculative-config: prompt_lookup_min and prompt_lookup_max: {problem}")
@@ -188,21 +196,9 @@ class DraftChoice:
 _DRAFT_HINT = """example: {"method": "mtp", "model": "google/gemma-4-E4B-it-assistant", "num_speculative_tokens": 3}"""
 
 
-def _read_object(name: str, text: str, hint: str) -> dict[str, Any]:
-    """Parse the JSON object of a setting."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        problem = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise ConfigError(f"{name}: not valid JSON: {problem}", hint=hint) from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{name}: got {type(values).__name__}, expected a JSON object", hint=hint)
-    return values
-
-
 def read_draft_choice(text: str) -> DraftChoice:
     """Parse the JSON object of `--speculative-config`. Errors name the bad key."""
-    values = _read_object("speculative-config", text, _DRAFT_HINT)
+    values = read_object("speculative-config", text, _DRAFT_HINT)
     known = {entry.name: entry for entry in fields(DraftChoice)}
     for name, value in values.items():
         if name not in known:
@@ -249,10 +245,6 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "tensor_parallel_size")
-
-
-MEDIA_KINDS = ("image", "video", "audio")
-_MEDIA_HINT = """example: {"image": 4, "video": 1, "audio": 0}; 0 turns a kind off"""
 
 
 @dataclass(frozen=True)
@@ -302,17 +294,6 @@ class MediaConfig:
     def kinds(self) -> frozenset[str]:
         """The kinds of media that prompts may have, if the checkpoint has a tower for them."""
         return frozenset(kind for kind, most in self.limits.items() if most != 0)
-
-
-def read_media_limits(text: str) -> dict[str, int]:
-    """Parse the JSON object of `--limit-mm-per-prompt`. Errors name the bad key."""
-    values = _read_object(name := "limit-mm-per-prompt", text, _MEDIA_HINT)
-    for kind, most in values.items():
-        if kind not in MEDIA_KINDS:
-            raise ConfigError(f"{name}: unknown kind {kind!r}", hint=f"known kinds: {', '.join(MEDIA_KINDS)}")
-        if isinstance(most, bool) or not isinstance(most, int) or most < 0:
-            raise ConfigError(f"{name}: {kind}: got {most!r}, expected a whole number of 0 or more", hint=_MEDIA_HINT)
-    return values
 
 
 @dataclass(frozen=True)

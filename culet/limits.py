@@ -1,9 +1,11 @@
-"""What one client may ask of the server, and how long it may take."""
+"""What one client may ask of the server, and how long it may take. Also reads settings that hold several limits."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from culet.errors import ConfigError
 
@@ -64,3 +66,30 @@ def read_numbers(setting: str, text: str, names: Sequence[str], *, hint: str) ->
             raise ConfigError(f"{setting}: {name}: got {value!r}, expected a whole number above 0", hint=hint)
         numbers[name] = int(value)
     return numbers
+
+
+MEDIA_KINDS = ("image", "video", "audio")
+_MEDIA_HINT = """example: {"image": 4, "video": 1, "audio": 0}; 0 turns a kind off"""
+
+
+def read_media_limits(text: str) -> dict[str, int]:
+    """Parse the JSON object of `--limit-mm-per-prompt`. Errors name the bad key."""
+    values = read_object(name := "limit-mm-per-prompt", text, _MEDIA_HINT)
+    for kind, most in values.items():
+        if kind not in MEDIA_KINDS:
+            raise ConfigError(f"{name}: unknown kind {kind!r}", hint=f"known kinds: {', '.join(MEDIA_KINDS)}")
+        if isinstance(most, bool) or not isinstance(most, int) or most < 0:
+            raise ConfigError(f"{name}: {kind}: got {most!r}, expected a whole number of 0 or more", hint=_MEDIA_HINT)
+    return values
+
+
+def read_object(name: str, text: str, hint: str) -> dict[str, Any]:
+    """Parse the JSON object of a setting."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        problem = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        raise ConfigError(f"{name}: not valid JSON: {problem}", hint=hint) from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name}: got {type(values).__name__}, expected a JSON object", hint=hint)
+    return values

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -337,6 +337,14 @@ class PageTable:
     pages: tuple[int, ...]
 
 
+class Half(IntEnum):
+    """The layers that run for a row. A second half goes on with the hidden states that an earlier step's first half left."""
+
+    WHOLE = 0  # all of them
+    FIRST = 1  # without logits
+    SECOND = 2
+
+
 class Row(NamedTuple):
     """The new tokens of one sequence in a step. Prefill, decode and verify differ only in the counts.
 
@@ -357,6 +365,7 @@ class Row(NamedTuple):
     num_open: int = 0  # drafts of the previous row whose acceptance is not known yet
     is_bound: bool = False  # its draws may need masks, and the results before it are known
     min_accepted: int = 0  # make no proposals if fewer of its drafts are accepted
+    which_half: Half = Half.WHOLE  # which layers run for it. A step has at most one row of which not all do.
 
     def close(self, num_accepted: int) -> Row:
         """Return the row after `num_accepted` of its open drafts were accepted."""
@@ -369,7 +378,9 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One complete step, from the scheduler to a worker. Entries come first, then page copies, then the forward pass.
+    """One complete step, from the scheduler to a worker. Entries come first, then transfers of pages, then the forward pass.
+
+    Pages are saved in host memory, then loaded from it, then copied, each in the order given.
 
     Towers encode `encodes` beside the forward pass. Rows use only features that an earlier result reported. A plan without
     rows waits for the features that are being encoded.
@@ -381,6 +392,8 @@ class StepPlan:
     rows: tuple[Row, ...]
     drops: tuple[bytes, ...] = ()  # keys of features to forget before anything is encoded
     encodes: tuple[MediaItem, ...] = ()  # media whose features are computed from now on
+    saves: tuple[tuple[int, int], ...] = ()  # (page, host page) of sequences that were preempted
+    loads: tuple[tuple[int, int], ...] = ()  # (host page, page) of those that go on
 
     def with_rows(self, rows: Iterable[Row]) -> StepPlan:
         """Return the same plan with other rows."""

@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ DRAFTING_GOALS = {"mtp": 2.3, "dflash": 3.0}
 DRAFTERS = {"mtp": "assistant", "dflash": "dflash"}  # method -> folder next to the target's
 NUM_DRAFTED = 144  # held-out chats; with 48, a single part moved the result by a tenth
 UNLIKE = "answers unlike transformers'"
+PRECISIONS = "quantization", "head_quantization"  # settings that change the weights
 MAX_LOGIT_ERROR = 1e-4
 MAX_TIE = 1e-4  # logits closer than this count as tied
 
@@ -250,7 +251,7 @@ def _is_unlike(peer: Any, prompt: Sequence[int], result: Any) -> bool:
     return bool((logits.max(-1).values - chosen > MAX_TIE).any())
 
 
-def measure_drafting(model: str, scores: Scores) -> None:
+def measure_drafting(model: str, scores: Scores, settings: Mapping[str, Any]) -> None:
     """Measure the tokens that the engine emits per verify over held-out chats, without repetitive outputs."""
     parts = held_out()
     prompts = cut_prompts(parts, dict.fromkeys(parts, 1.0), NUM_DRAFTED, longest=512, seed=7, chats_only=True)
@@ -258,12 +259,12 @@ def measure_drafting(model: str, scores: Scores) -> None:
     emitted = {}
     for temperature in (0.0, 1.0):
         params = [SamplingParams(temperature=temperature, max_tokens=160, seed=number) for number in range(len(prompts))]
-        with LLM(model, device="cpu", dtype="float32") as plain:
+        with LLM(model, **settings) as plain:
             written = plain.generate(prompts, params)
         kept = [index for index, result in enumerate(written) if not Written(prompts[index], result.token_ids).is_repetitive]
         for method, name in DRAFTERS.items():
             choice = {"method": method, "model": str(folder / name), "adaptive": False, "probe": False}
-            with LLM(model, device="cpu", dtype="float32", speculative_config=json.dumps(choice)) as llm:
+            with LLM(model, **settings, speculative_config=json.dumps(choice)) as llm:
                 results = llm.generate([prompts[index] for index in kept], [params[index] for index in kept])
                 verifies = llm.engine.stats().counters.verifies
             drawn = sum(len(result.token_ids) - 1 for result in results)  # the first token comes with the prompt
@@ -299,10 +300,13 @@ def ask_pictures(llm: LLM, folder: Path, scores: Scores, every: int) -> None:
     scores.details["wrong answers about pictures"] = wrong
 
 
-def run_gate(model: str, *, parts: Iterable[str], golden: Path | None = None, every: int = 1) -> Scores:
-    """Run the named parts on a model, with every question or with every second, third, ... one."""
-    scores = Scores()
-    with LLM(model, device="cpu", dtype="float32") as llm:
+def run_gate(model: str, *, parts: Iterable[str], golden: Path | None = None, every: int = 1, **precisions: str) -> Scores:
+    """Run the named parts on a model, with every question or with every second, third, ... one.
+
+    `precisions` are the settings `quantization` and `head_quantization`.
+    """
+    scores, settings = Scores(), {"device": "cpu", "dtype": "float32", **precisions}
+    with LLM(model, **settings) as llm:
         asker = Asker(llm, every)
         steps = {
             "questions": lambda: ask_questions(asker, scores),
@@ -310,7 +314,7 @@ def run_gate(model: str, *, parts: Iterable[str], golden: Path | None = None, ev
             "json": lambda: ask_for_json(asker, scores),
             "perplexity": lambda: measure_perplexity(llm, scores),
             "transformers": lambda: compare_with_transformers(llm, find_folder(model), asker, scores),
-            "drafting": lambda: measure_drafting(model, scores),
+            "drafting": lambda: measure_drafting(model, scores, settings),
             "speed": lambda: measure_speed(llm, scores),
             "pictures": lambda: ask_pictures(llm, find_folder(model), scores, every),
         }
@@ -334,8 +338,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--json", type=Path, dest="json_file", help="write all results to this file")
     parser.add_argument("--golden", type=Path, help="write the open conversations to this file as Markdown")
+    for name in PRECISIONS:
+        parser.add_argument(f"--{name.replace('_', '-')}", default="auto", help=f"{name} of the model (default: auto)")
     given = parser.parse_args(arguments)
-    scores = run_gate(given.model, parts=given.parts.split(","), golden=given.golden)
+    precisions = {name: getattr(given, name) for name in PRECISIONS}
+    scores = run_gate(given.model, parts=given.parts.split(","), golden=given.golden, **precisions)
     if given.json_file:
         given.json_file.write_text(json.dumps(asdict(scores), indent=1, ensure_ascii=False) + "\n")
     for name, share in scores.shares.items():

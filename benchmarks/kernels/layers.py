@@ -1,7 +1,7 @@
 """Time the layers of a model without their attention, and search for tiles of their products that make them faster.
 
     python benchmarks/kernels/layers.py [--models 31B,E4B] [--formats bf16,fp8,int4] [--tokens 1,8,32] [--json PATH]
-                                        [--search [--only experts]]
+                                        [--search [--only experts]] [--head]
 
 The layers of a model with fewer layers run in one CUDA graph, as in a decode step, with a norm in place of attention. A kernel
 that is fast alone may slow down its neighbours: programs of the next kernel start early and share the multiprocessors. So tiles
@@ -9,8 +9,9 @@ are compared by the time of whole layers.
 
 `--search` tries other tiles for one linear layer or expert product after the other, from the one with the most weights on, and
 keeps those that are faster and give the same outputs. It prints the best of each. At the end it times layers with all chosen
-tiles and with the current ones in turns. Times are medians of graph replays in microseconds per layer. `floor` is the time to
-read the weights at 4.2 TB/s; of experts, it counts those that the tokens choose.
+tiles and with the current ones in turns. `--head` does the same with the head in place of the layers. Times are medians of
+graph replays in microseconds per layer or head. `floor` is the time to read the weights at 4.2 TB/s; of experts, it counts
+those that the tokens choose.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from culet.kernels.replay import replayed
 from culet.kernels.triton.experts import expert_mlp
 from culet.kernels.triton.experts.expert_mlp import GroupTile, RowTile
 from culet.kernels.triton.linear import few_tokens
-from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, MAX_TOKENS, PLAIN, Tile
+from culet.kernels.triton.linear.tiles import GATED, GELU_TIMES, MAX_TOKENS, PLAIN, SOFTCAP, Tile
 from culet.kernels.triton.quantised import experts, hopper_stream, linear
 from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.tiles import Product, has_stream_groups
@@ -51,7 +52,8 @@ NUM_LAYERS = {"E2B": 10, "E4B": 12}  # with layers that share KV; six layers of 
 REPLAYS = 9
 MIN_GAIN = 0.998  # a tile must be faster than this share of the time before
 MAX_DIFFERENCE = 0.02  # of outputs, ||a - b|| / ||b||. Another order of sums changes about 3e-3 of bfloat16 values.
-EPILOGUES = {PLAIN: "", GATED: "gated", GELU_TIMES: "gelu"}
+EPILOGUES = {PLAIN: "", GATED: "gated", GELU_TIMES: "gelu", SOFTCAP: "head"}
+HEADS = 4  # in a graph
 CURRENT = "current"
 
 
@@ -194,14 +196,42 @@ class Layers:
         return normed
 
     @property
-    def num_layers(self) -> int:
+    def count(self) -> int:
+        """How many layers run."""
         return len(self.heads)
+
+    @property
+    def floor_us(self) -> float:
+        return floor_us(self.model, self.x_TD.shape[0])
+
+
+class Head:
+    """The final norm and the head of a model for some number of tokens, several times. The head is larger than any cache."""
+
+    count = HEADS
+
+    def __init__(self, model: Gemma4, num_tokens: int) -> None:
+        generator = torch.Generator(device=model.device).manual_seed(num_tokens)
+        self.model = model
+        size = num_tokens, model.spec.hidden_size
+        self.x_TD = torch.randn(size, generator=generator, device=model.device).to(model.dtype)
+
+    def run(self) -> Tensor:
+        """Return the logits of the last time."""
+        model = self.model
+        for _ in range(HEADS):
+            logits = model.logits(model.ops.rms_norm(self.x_TD, model.norm, model.spec.rms_eps))
+        return logits
+
+    @property
+    def floor_us(self) -> float:
+        return self.model.head_bytes / BANDWIDTH * 1e6
 
 
 class Timer:
-    """Times the layers in graphs, with a choice of tiles."""
+    """Times layers or heads in graphs, with a choice of tiles."""
 
-    def __init__(self, layers: Layers, tiles: Tiles) -> None:
+    def __init__(self, layers: Layers | Head, tiles: Tiles) -> None:
         self.layers, self.tiles = layers, tiles
 
     def graph(self, overrides: dict[AnyOp, Choice]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -212,8 +242,8 @@ class Timer:
         return graph, out.clone()
 
     def layer_us(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Return the median microseconds of a layer."""
-        return replay_us(graph, self.layers.num_layers, REPLAYS)
+        """Return the median microseconds of a layer or head."""
+        return replay_us(graph, self.layers.count, REPLAYS)
 
 
 def divisors(count: int, most: int) -> list[int]:
@@ -249,10 +279,14 @@ def candidates(op: AnyOp, num_tokens: int, matrix: PackedMatrix | None) -> Itera
                 for stages in (2, 3, 4, 5, 6):
                     for registers in (64, 96, 128):
                         yield Choice(Tile("stream", block_n, block_k, 4, stages, split), registers)
-    if num_tokens <= 16 and op.num_weights < 60e6:
+    if num_tokens <= 16 and (op.num_weights < 60e6 or op.epilogue == SOFTCAP):
         for block_k in (128, 256):
             for split in splits(64, block_k, 16):
                 yield Choice(Tile("warps", 64, block_k, 4, 1, split))
+    if op.epilogue == SOFTCAP and num_tokens > 8:
+        for block_n, block_k, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8), (256, 64, 8)):
+            for stages in (2, 3, 4):
+                yield Choice(Tile("tiles", block_n, block_k, warps, stages))
 
 
 def _expert_candidates(op: ExpertOp) -> Iterator[Choice]:
@@ -351,6 +385,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,8,32")
     parser.add_argument("--search", action="store_true", help="try other tiles")
     parser.add_argument("--only", default="", help="try tiles only for products whose name contains this, such as experts")
+    parser.add_argument("--head", action="store_true", help="time the head, in these formats, and not the layers")
     parser.add_argument("--device", default="cuda", help="cpu runs the layers once, which checks this script")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -369,20 +404,22 @@ def main() -> None:
     for model_name in options.models.split(","):
         for format_name in options.formats.split(","):
             name = random_name(model_name, num_layers=NUM_LAYERS.get(model_name, 6))
-            rounding = {} if format_name == "bf16" else {"quantization": format_name}
+            setting = "head_quantization" if options.head else "quantization"
+            rounding = {} if format_name == "bf16" else {setting: format_name}
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
             model = load_model(open_checkpoint(name), dtype=dtype, device=device, progress=False, **rounding)
             for num_tokens in map(int, options.tokens.split(",")):
                 label = f"{model_name} {format_name} {num_tokens}"
                 with torch.inference_mode():
-                    measure(model, num_tokens, label, options.only if options.search else None, report)
-            del model
+                    measured = Head(model, num_tokens) if options.head else Layers(model, num_tokens)
+                    measure(measured, num_tokens, label, options.only if options.search else None, report)
+            del model, measured
 
 
-def measure(model: Gemma4, num_tokens: int, label: str, only: str | None, report: Callable[..., None]) -> None:
+def measure(layers: Layers | Head, num_tokens: int, label: str, only: str | None, report: Callable[..., None]) -> None:
     """Report the time of the layers with the current tiles, and with those that a search finds if `only` names products."""
-    timer = Timer(Layers(model, num_tokens), Tiles())
-    if model.device.type == "cpu":
+    timer = Timer(layers, Tiles())
+    if layers.model.device.type == "cpu":
         with nullcontext() if only is None else timer.tiles.installed():
             report("ran", label=label, norm=float(timer.layers.run().norm()))
         return
@@ -394,7 +431,8 @@ def measure(model: Gemma4, num_tokens: int, label: str, only: str | None, report
     turns = [[timer.layer_us(graph) for graph in graphs] for _ in range(5)]  # in turns, so that clocks affect both
     current, *found = (statistics.median(times) for times in zip(*turns, strict=True))
     extra = {"us_with_chosen_tiles": found[0]} if found else {}
-    report("layer", label=label, us_per_layer=current, floor=floor_us(model, num_tokens), **extra)
+    name = "head" if isinstance(layers, Head) else "layer"
+    report(name, label=label, us=current, floor=layers.floor_us, **extra)
     for op, choice in chosen.items():
         report("chosen", label=label, op=str(op), choice=str(choice), current=str(timer.tiles.current[op][0]))
 

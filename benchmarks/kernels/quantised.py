@@ -4,7 +4,7 @@
 
 Each launch follows the norm that makes its input, as in a model, and the time includes that norm. Times are medians of
 CUDA-graph replays in microseconds. Weights rotate through several times the L2. `floor` is the time to read the weights at
-4.2 TB/s. The sum is over all layers of a step, without the head, which stays in bfloat16. The results are checked by
+4.2 TB/s. The sum is over all layers of a step, without the head (`layers.py --head` times it). The results are checked by
 tests/kernels/quantised/test_quantised_gpu.py.
 """
 

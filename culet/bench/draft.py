@@ -93,7 +93,13 @@ class DraftBench:
         self.num_heads = self.spec.layers[0].num_heads
         self.plan = plan_attention(target_groups(self.layout), self.num_heads, str(self.device))
         self.model: Gemma4 = load_model(
-            checkpoint, dtype=self.dtype, device=self.device, latent=config.cache.latent, progress=False
+            checkpoint,
+            dtype=self.dtype,
+            device=self.device,
+            latent=config.cache.latent,
+            quantization=config.model.quantization,
+            head_quantization=config.model.head_quantization,
+            progress=False,
         )
         self.drafter: Drafter = draft_plan.build(self.model, self._draft_backends(draft_plan, choice), progress=False)
 

@@ -23,6 +23,7 @@ class Floor:
     latent: bool = True
     itemsize: int = 2  # of activations and the KV cache
     quantization: str = "auto"  # precision of the matrices
+    head_quantization: str = "auto"  # precision of the head
 
     def decode_step(self, num_seqs: int, context: int, num_queries: int = 1) -> float:
         """Return the seconds of a step with `num_queries` new tokens for each of `num_seqs` sequences of `context` tokens."""
@@ -62,10 +63,9 @@ class Floor:
 
     @property
     def _read_bytes(self) -> float:
-        """The bytes of the dense weights and of the head, which is never quantised."""
-        return (
-            self._bytes_per_weight * self._dense_weights(self.spec.layers) + bytes_per_value(self.itemsize) * self._head_weights
-        )
+        """The bytes of the dense weights and of the head."""
+        head = bytes_per_value(self.itemsize, self.head_quantization) * self._head_weights
+        return self._bytes_per_weight * self._dense_weights(self.spec.layers) + head
 
     @property
     def _head_weights(self) -> int:

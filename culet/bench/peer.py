@@ -20,6 +20,7 @@ GPU = "H200"  # these numbers are comparable only with this GPU
 # The peer's numbers are shown only for runs with these settings.
 EQUAL_SETTINGS: dict[str, Any] = {
     "quantization": "auto",
+    "head_quantization": "auto",
     "kv_cache_dtype": "auto",
     "enable_prefix_caching": False,
     "gpu_memory_utilization": 0.92,

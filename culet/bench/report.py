@@ -56,7 +56,8 @@ class Setting:
             return None
         if row.kind == IMAGE:
             return None if self.vision is None else 1e3 * self._tower_floor(self.vision, row)
-        floor = Floor(self.spec, self.peaks, self.latent, self.itemsize, self.settings.get("quantization", "auto"))
+        precisions = (self.settings.get(name, "auto") for name in ("quantization", "head_quantization"))
+        floor = Floor(self.spec, self.peaks, self.latent, self.itemsize, *precisions)
         if row.kind == THROUGHPUT:
             return floor.tokens_per_s(row.num_seqs, row.prompt_len, row.output_len)
         if row.kind == TPOT:
@@ -228,7 +229,8 @@ def remarks(lines: Sequence[Line]) -> list[str]:
                 f"{number(details['ttft_cached_ms'])} ms with features cached; {number(details['requests_per_s'])} requests/s"
             )
         if details.get("preemptions"):
-            said.append(f"{line.row.title}: {details['preemptions']} preemptions because the cache was full")
+            parked = f", {details['parked']} of them to host memory" if "parked" in details else ""  # not in older results
+            said.append(f"{line.row.title}: {details['preemptions']} preemptions because the cache was full{parked}")
         elif details.get("all_at_once") is False:
             said.append(f"{line.row.title}: some sequences waited for others to end")
         if line.right is False:

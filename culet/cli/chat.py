@@ -12,8 +12,9 @@ import click
 
 from culet.cli.chat_screen import Screen, loading
 from culet.cli.options import config_of, config_options, log_if, sampling_of, sampling_options, verbose_option
-from culet.config import BUILT_IN, MEDIA_KINDS
+from culet.config import BUILT_IN
 from culet.errors import BadRequest, ContextTooLong
+from culet.limits import MEDIA_KINDS
 from culet.media.items import MediaKind
 from culet.media.sources import MediaSource
 

@@ -12,8 +12,9 @@ import click
 
 from culet.cli.chat_screen import loading
 from culet.cli.options import config_of, config_options, log_if, sampling_of, sampling_options, verbose_option
-from culet.config import BUILT_IN, MEDIA_KINDS
+from culet.config import BUILT_IN
 from culet.errors import BadRequest
+from culet.limits import MEDIA_KINDS
 
 if TYPE_CHECKING:
     from culet.engine.jobs import Result, Sample

@@ -59,6 +59,11 @@ _DTYPE = click.Choice(("auto", "bfloat16", "float32"))
     help="Precision to which unquantised weights are quantised. [default: auto, that of the checkpoint]",
 )
 @click.option(
+    "--head-quantization",
+    type=click.Choice(("auto", *ROUNDINGS)),
+    help="Precision to which the embedding table, which is also the head, is quantised. [default: auto]",
+)
+@click.option(
     "--kv-cache-dtype",
     help="Precision of the KV cache: auto, fp8, or sliding=fp8,global=auto. [default: auto, the same as the weights]",
 )
@@ -140,9 +145,10 @@ def _print_tables(facts: Facts) -> None:
     with console.capture() as captured:
         gpu, memory = facts.gpu, f"{facts.gpu.memory_bytes / GB:.1f} GB"
         _line(console, f"{facts.name} on {gpu.name} ({gpu.arch.name}, {memory})")
+        head = "" if facts.head_precision == "auto" else f", head {facts.head_precision}"
         _line(
             console,
-            f"weights {facts.precision}, KV cache {facts.kv_dtype}, up to {facts.max_model_len:,} tokens per sequence\n",
+            f"weights {facts.precision}{head}, KV cache {facts.kv_dtype}, up to {facts.max_model_len:,} tokens per sequence\n",
         )
         _print_attention(console, facts)
         _print_cache(console, facts)

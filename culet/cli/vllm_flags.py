@@ -36,6 +36,7 @@ REPLACED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--hf-token",), "set the environment variable HF_TOKEN"),
     (("--default-chat-template-kwargs",), "use --enable-thinking; requests may send chat_template_kwargs"),
     (("--num-gpu-blocks-override",), "use --kv-cache-memory-bytes"),
+    (("--kv-offloading-size", "--kv-offloading-backend"), "use --swap-space, which is for preempted sequences only"),
     (("--speculative-model", "--num-speculative-tokens"), "use --speculative-config with a JSON object"),
     (
         ("--max-num-partial-prefills", "--max-long-partial-prefills", "--long-prefill-token-threshold"),
@@ -93,8 +94,8 @@ UNSUPPORTED: tuple[tuple[tuple[str, ...], str], ...] = (
         "Culet does not support LoRA adapters: merge the adapter into the weights and serve the merged folder",
     ),
     (
-        ("--cpu-offload-gb", "--swap-space", "--kv-offloading-size", "--kv-offloading-backend"),
-        "Culet does not move weights or caches to the CPU: try --quantization, and see `culet plan`",
+        ("--cpu-offload-gb",),
+        "Culet does not move weights to the CPU: try --quantization, and see `culet plan`",
     ),
     (
         ("--data-parallel-address", "-dpa", "--nnodes", "--node-rank", "--master-addr", "--master-port"),

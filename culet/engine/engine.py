@@ -140,6 +140,7 @@ class Engine:
             if error:
                 self._scheduler.cancel(request_id, reason=FinishReason.ERROR, error=error)
             self._scheduler.release(request_id, has_new_grammar=self._grammars.is_new(request_id))
+        self._scheduler.page_allocator.host.grow(self._worker.num_host_pages)
         is_running = False  # whether the worker, and not the scheduler, has the step
         try:
             while len(self._in_flight) < self._max_in_flight and (plan := self._scheduler.schedule()) is not None:

@@ -16,7 +16,7 @@ from culet.scheduler.admission import least_pages
 from culet.scheduler.group_pages import max_held_pages
 
 CPU_SEQUENCE_LEN = 2048  # tokens per running sequence that the CPU cache is sized for
-CPU_MEMORY_SHARE = 4  # the CPU cache takes at most one part in 4 of the free memory
+CPU_MEMORY_SHARE = 4  # the CPU cache takes at most one part in 4 of the free memory, and so do host pages
 _ALLOCATOR_SLACK = 1.05  # measured peaks are multiplied by this, because the caching allocator rounds up
 MIB = 1 << 20
 GIB = 1 << 30
@@ -123,6 +123,21 @@ def slabs_for_cpu(
     reason = f"{max_num_seqs} sequences of {typical} tokens" if num_slabs >= wanted else share
     chose("kv-cache-memory-bytes", f"{num_slabs * layout.slab_bytes / MIB:.0f} MiB", reason)
     return num_slabs
+
+
+def num_host_pages(layout: CacheLayout, num_slabs: int, swap_space: float, num_ranks: int, num_engines: int) -> int:
+    """Return how many host pages a rank gets, of `swap_space` GiB for all ranks of its engine.
+
+    Together, the ranks of all engines take at most a share of the free memory. More pages than the KV cache has are not needed.
+    """
+    free = free_cpu_memory() // CPU_MEMORY_SHARE // (num_ranks * num_engines)
+    num_bytes = min(int(swap_space * GIB) // num_ranks, free)
+    num_pages = min(num_bytes // layout.slab_bytes, num_slabs)
+    if swap_space:
+        size = f"{num_pages * layout.slab_bytes / GIB:.2f} GiB"
+        reason = "as large as the KV cache" if num_pages == num_slabs else "a share of the free memory"
+        chose("swap-space", size, "as given" if num_pages < num_slabs and num_bytes < free else reason)
+    return num_pages
 
 
 def _roomy_slabs(layout: CacheLayout, num_tokens: int, chunk: int) -> int:

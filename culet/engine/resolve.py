@@ -21,6 +21,7 @@ from culet.engine.memory import cpu_has_bfloat16
 from culet.errors import ConfigError
 from culet.log import chose, logger
 from culet.models.checkpoint import Checkpoint, open_checkpoint
+from culet.models.quantised.head import check_head
 from culet.models.quantised.part_bytes import check_shares
 from culet.models.spec import ModelSpec
 from culet.parallel.rank import ONLY_RANK, Rank
@@ -75,6 +76,7 @@ def resolve(config: Config, rank_index: int = 0) -> Setup:
     spec = checkpoint.spec
     rank = Rank(rank_index, config.parallel.tensor_parallel_size)
     check_shares(spec, checkpoint.config, config.model.quantization, rank.size)
+    check_head(spec, checkpoint.config, config.model.head_quantization, config.model.model)
     device = resolve_device(config.model.device, rank)
     _check_all_reduce(config.parallel.all_reduce, device, rank)
     dtype = resolve_dtype(config.model.dtype, device)

@@ -52,7 +52,7 @@ FORMAT_OPS: dict[tuple[str, str], tuple[str, str]] = {
         for op in ("linear", "linear_parts", "gated_linear", "linear_gelu_times", "capped_head")
     },
     (QUANTISED, "experts"): ("quantised", "quantised.experts"),
-    (QUANTISED, "rows"): ("quantised", ""),  # lookups of a few rows
+    (QUANTISED, "look_up"): ("quantised", "quantised.look_up"),
 }
 
 

@@ -273,7 +273,8 @@ class Nvfp4Weight(NamedTuple):
 
     packed: Tensor
     scale: Tensor
-    global_scale: Tensor
+    global_scale: Tensor  # multiplies the scales of groups
+    divisor: Tensor | None = None  # what a file stores if it divides by its global scale, which is then its reciprocal
 
 
 QuantisedWeight = Int4Weight | Int8Weight | Fp8Weight | Nvfp4Weight

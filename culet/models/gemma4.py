@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -57,6 +57,14 @@ class ResidualStream:
     embedded_TD: Tensor
     shared: Pass
     tapped: dict[int, Tensor]
+
+
+class Between(NamedTuple):
+    """The stream between two layers, for all tokens of a step."""
+
+    num_layers: int  # that have run
+    x_TD: Tensor
+    normed_TD: Tensor  # after the next layer's input norm
 
 
 class PerLayerEmbedding(Layer):
@@ -222,14 +230,16 @@ class Gemma4(Layer):
         backends: Sequence[AttentionBackend],
         taps: tuple[int, ...] = (),
         pieces: Pieces = DIRECT,
+        between: Between | None = None,
     ) -> Hidden:
         """Run a step. Write the KV of the new tokens and return the hidden states from which logits are computed.
 
-        Once the last layer that owns KV has written it, only the tokens of the tail continue.
+        Once the last layer that owns KV has written it, only the tokens of the tail continue. If layers have already run for
+        all tokens, the step goes on from `between`.
         """
         num_layers, index_L = len(self._layers), batch.logits_index_L
         num_whole = num_layers if batch.tail is None else self.num_whole_layers(taps)
-        stream = self.forward_whole(batch, pool, backends, taps, num_whole, pieces)
+        stream = self.forward_whole(batch, pool, backends, taps, num_whole, pieces, between)
         normed = stream.normed_TD
         if num_whole < num_layers:
             layers = partial(self.forward_tail, pool, backends, num_whole)
@@ -255,16 +265,20 @@ class Gemma4(Layer):
         taps: tuple[int, ...],
         num_layers: int,
         pieces: Pieces,
+        between: Between | None = None,
     ) -> ResidualStream:
-        """Run the first `num_layers` layers for all tokens of a step."""
+        """Run the first `num_layers` layers for all tokens of a step, or those of them after `between`."""
         inputs, rows = pieces.inputs(batch), batch.input_rows
         embedded = pieces.run(self.embedding.embed, inputs.token_ids_U)
         if rows is not None:
             embedded.index_copy_(0, rows.index_M, rows.rows_MD)
         normed, ple, stores, ropes = pieces.run(self._begin, inputs, embedded, num_layers, pool)
         shared = self._pass(batch, pool, backends, stores, ropes, {})
-        x, tapped = embedded, {}
-        for index, layer in enumerate(self._layers[:num_layers]):
+        x, first, tapped = embedded, 0, {}
+        if between is not None:
+            first = between.num_layers
+            x, normed = pieces.skip(2 * first, (between.x_TD, between.normed_TD))  # a layer is two pieces
+        for index, layer in enumerate(self._layers[first:num_layers], first):
             if self._is_run(index) and x.shape[0]:
                 is_cut = index + 1 == len(self._layers) and batch.tail is not None
                 next_norm = None if is_cut else self._next_norm(index)
@@ -272,7 +286,7 @@ class Gemma4(Layer):
             if index in taps:
                 tapped[index] = pieces.keep(x)
         projected: Sequence[Tensor] = ()
-        if num_layers < self.num_kv_layers:
+        if num_layers == self.num_whole_layers(taps) < self.num_kv_layers:  # the tail's layers follow
             projected = [pieces.cut(part) for part in pieces.run(self._layers[num_layers].attention.project, normed, shared)]
         normed = None if normed is None else pieces.cut(normed)
         token_ids_T = pieces.cut(inputs.token_ids_U)
@@ -369,7 +383,8 @@ class Gemma4(Layer):
         """Return candidates that include the most likely token of each row. The rows may be [R, K, D]."""
         if self.head is None:
             return self.embedding.head_candidates(x_RD, cap)
-        return Candidates(self.capped_head(x_RD.flatten(0, -2), cap).unflatten(0, x_RD.shape[:-1]), None)
+        found: Candidates = self.ops.peaks(self.capped_head(x_RD.flatten(0, -2), cap))
+        return found
 
     @property
     def head_bytes(self) -> int:

@@ -56,6 +56,10 @@ class Pieces:
         """Return the result of a piece. A replay returns only the tensors in it, and None for everything else."""
         return piece(*args, **kwargs)
 
+    def skip(self, num_pieces: int, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Skip the next pieces. Return `results`, [T, ...], in place of the last one's, as the piece after it reads them."""
+        return results
+
     def pad(self, tensor_T: Tensor) -> Tensor:
         """Return a result of attention as the next piece reads it, [U, ...]."""
         return tensor_T

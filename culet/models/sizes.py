@@ -37,6 +37,13 @@ def text_weights(spec: ModelSpec) -> dict[str, int]:
     return parts
 
 
+def weights_per_token(spec: ModelSpec) -> int:
+    """Count the weights of all layers that a token is multiplied by: of the routed experts, only those of its own."""
+    weights = text_weights(spec)
+    used = weights["attention"] + weights["dense MLP"]
+    return used if spec.moe is None else used + weights["routed experts"] * spec.moe.top_k // spec.moe.num_experts
+
+
 def check_size(spec: ModelSpec) -> None:
     """Raise if the sizes in `config.json` together make a model that no machine can hold."""
     parts = text_weights(spec)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from culet.errors import CheckpointError, ConfigError
 from culet.layers.weight.placement import FLOATS, INTEGERS, Placement
-from culet.layers.weight.quantised.choose import SKIPPED, StoredFormats, rounded
-from culet.layers.weight.quantised.scheme import rounding_of
+from culet.layers.weight.quantised.choose import SKIPPED, StoredFormats, rounded, with_rounded_head
+from culet.layers.weight.quantised.scheme import HeadRounding, rounding_of
 from culet.layers.weight.weights import Weights
 from culet.log import chose
 from culet.models.checkpoint import Checkpoint
@@ -29,6 +29,7 @@ from culet.models.folder import read_model_config
 from culet.models.gemma4 import Gemma4
 from culet.models.quantised.config import read_quantisation, trained_file
 from culet.models.quantised.finite import find_not_finite
+from culet.models.quantised.head import AUTO, already_quantised, head_rounding
 from culet.models.random_weights import draw_model
 from culet.models.read_ahead import plan_reads, run_reads
 from culet.models.spec import ModelSpec
@@ -37,7 +38,6 @@ from culet.parallel.group import RankGroup
 from culet.parallel.progress import mark_progress
 from culet.parallel.rank import ONLY_RANK
 
-AUTO = "auto"  # keep the precision of the checkpoint
 PLAIN_TYPES = FLOATS | INTEGERS
 # The longest comes first, because the decoder of a wrapped model has the longer prefix.
 _PREFIXES = ("model.language_model.", "model.")
@@ -63,20 +63,24 @@ def load_model(
     device: torch.device,
     latent: bool = True,
     quantization: str = AUTO,
+    head_quantization: str = AUTO,
     progress: bool = True,
     group: RankGroup | None = None,
 ) -> Gemma4:
     """Load the checkpoint's decoder onto `device`, ready to run with activations in `dtype`.
 
-    With a `quantization` of fp8 or int4, plain weights are quantised while they are loaded. With a `group` of ranks, only this
-    rank's part is loaded.
+    With a `quantization` of fp8 or int4, plain weights are quantised while they are loaded, and so is the head with such a
+    `head_quantization`. With a `group` of ranks, only this rank's part is loaded.
     """
-    if quantization != AUTO and checkpoint.random is None:
-        _explain_rounding(quantization, checkpoint)
+    head = head_rounding(checkpoint.spec, head_quantization)
+    if checkpoint.random is None:
+        _explain_rounding(quantization, head, checkpoint)
     rank = ONLY_RANK if group is None else group.rank
     weights = Weights(dtype, torch.device(device), rank, group)
     if checkpoint.random is not None:
-        return draw_model(checkpoint.spec, checkpoint.random, choose_rounding(weights, quantization), latent=latent)
+        weights = choose_rounding(weights, quantization)
+        weights = weights if head is None else _round_head(weights, head, (), "the model")
+        return draw_model(checkpoint.spec, checkpoint.random, weights, latent=latent)
 
     def build(weights: Weights) -> Gemma4:
         return Gemma4(checkpoint.spec, weights, latent=latent)
@@ -84,19 +88,30 @@ def load_model(
     def match(names: Iterable[str]) -> dict[str, str]:
         return _match_names(names, checkpoint.spec)
 
-    return load_weights(checkpoint.folder, build, match, weights, quantization=quantization, progress=progress)
+    return load_weights(checkpoint.folder, build, match, weights, quantization=quantization, head=head, progress=progress)
 
 
-def _explain_rounding(quantization: str, checkpoint: Checkpoint) -> None:
-    rounding = rounding_of(quantization)
-    better = trained_file(checkpoint.config) if rounding.has_better_files else None
-    such_as = "" if better is None else f", such as {better}"
-    chose("weights", quantization, f"{rounding.words}{such_as}")
+def _explain_rounding(quantization: str, head: HeadRounding | None, checkpoint: Checkpoint) -> None:
+    if quantization != AUTO:
+        rounding = rounding_of(quantization)
+        better = trained_file(checkpoint.config) if rounding.has_better_files else None
+        such_as = "" if better is None else f", such as {better}"
+        chose("weights", quantization, f"{rounding.words}{such_as}")
+    if head is not None:
+        chose("head", head.precision, rounding_of(head.precision).head_cost)
 
 
 def choose_rounding(weights: Weights, quantization: str) -> Weights:
     """Return `weights` for plain values that are quantised while they are loaded, unless `quantization` is auto."""
     return weights if quantization == AUTO else replace(weights, choose_format=rounded(quantization))
+
+
+def _round_head(weights: Weights, head: HeadRounding, stored_types: Collection[str], name: object) -> Weights:
+    """Return `weights` with a head that is quantised while it is loaded. `name` is that of the checkpoint."""
+    choose_format = with_rounded_head(weights.choose_format, head, stored_types)
+    if choose_format is None:
+        raise already_quantised(head.precision, name)
+    return replace(weights, choose_format=choose_format)
 
 
 def load_weights(
@@ -106,6 +121,7 @@ def load_weights(
     weights: Weights,
     *,
     quantization: str = AUTO,
+    head: HeadRounding | None = None,
     progress: bool = True,
 ) -> M:
     """Build a model from `weights` with `build`, fill it from the files in `folder`, and finish it.
@@ -115,12 +131,15 @@ def load_weights(
     stored = read_headers(folder)
     chosen = {local: name for local, name in match(stored).items() if name.rpartition(".")[2] not in SKIPPED}
     weights = _choose_formats(folder, weights, stored, chosen, quantization)
+    if head is not None:
+        stored_types = {stored[name].dtype for local, name in chosen.items() if local.rpartition(".")[0] == head.name}
+        weights = _round_head(weights, head, stored_types, shown(folder))
     # Build on the meta device first, so that a checkpoint that does not match raises before memory is allocated.
     places = build(replace(weights, device=torch.device("meta"))).placements()
     _check(folder, places, stored, chosen)
     _check_scales(folder, places, stored, chosen)
     model = build(weights)
-    words = "Loading weights" if quantization == AUTO else "Quantising weights"
+    words = "Loading weights" if quantization == AUTO and head is None else "Quantising weights"
     _fill(model.placements(), stored, chosen, weights.device, words=words, progress=progress)
     model.finish()
     return model

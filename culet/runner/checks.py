@@ -11,18 +11,22 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 from culet import env
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.errors import InternalError
 from culet.runner.deferred_kv import DeferredWrite
-from culet.types import Row, StepPlan
+from culet.types import Half, Row, StepPlan
 
 
-def check_step(plan: StepPlan, layout: CacheLayout, *, num_slots: int, room: int, num_slabs: int | None) -> None:
+def check_step(
+    plan: StepPlan, layout: CacheLayout, *, num_slots: int, room: int, num_slabs: int | None, num_host_pages: int = 0
+) -> None:
     """Raise if a step would read or write outside its pages, or outside the `room` tokens of a slot."""
-    _refuse(plan, layout, next(_faults(plan, layout, num_slots, room, num_slabs), None))
+    faults = chain(_transfer_faults(plan, num_slabs, num_host_pages), _faults(plan, layout, num_slots, room, num_slabs))
+    _refuse(plan, layout, next(faults, None))
 
 
 def check_deferred(
@@ -55,6 +59,21 @@ def _deferred_faults(writes: Sequence[DeferredWrite], group: KVGroup, num_slabs:
                     yield f"{where}: position {position} is in page {page}, which is out of range (0 to {limit})"
 
 
+def _transfer_faults(plan: StepPlan, num_slabs: int | None, num_host_pages: int) -> Iterator[str]:
+    """Check the transfers from and to host memory. Two into the same page would depend on their order."""
+    limit = "?" if num_slabs is None else str(num_slabs - 1)
+    transfers = [("save", page, host_page) for page, host_page in plan.saves]
+    transfers += [("load", page, host_page) for host_page, page in plan.loads]
+    for kind, page, host_page in transfers:
+        if page < 0 or (num_slabs is not None and page >= num_slabs):
+            yield f"{kind} with host page {host_page}: page {page} is out of range (0 to {limit})"
+        if not 0 <= host_page < num_host_pages:
+            yield f"{kind} with page {page}: host page {host_page} is out of range (0 to {num_host_pages - 1})"
+    for kind, targets in (("save", [target for _, target in plan.saves]), ("load", [target for _, target in plan.loads])):
+        if len(set(targets)) < len(targets):
+            yield f"{kind}: several pages have the same target, in {targets}"
+
+
 def _faults(plan: StepPlan, layout: CacheLayout, num_slots: int, room: int, num_slabs: int | None) -> Iterator[str]:
     limit = "?" if num_slabs is None else str(num_slabs - 1)
     for entry in plan.entries:
@@ -65,6 +84,8 @@ def _faults(plan: StepPlan, layout: CacheLayout, num_slots: int, room: int, num_
         for page in pair:
             if page < 0 or (num_slabs is not None and page >= num_slabs):
                 yield f"copy of page {pair[0]} to page {pair[1]}: page {page} is out of range (0 to {limit})"
+    if (num_halves := sum(row.which_half is not Half.WHOLE for row in plan.rows)) > 1:
+        yield f"got {num_halves} rows with half of the layers, expected at most one"
     for number, row in enumerate(plan.rows):
         yield from _row_faults(number, row, num_slots, room)
         for group in layout.groups:
@@ -87,6 +108,9 @@ def _row_faults(number: int, row: Row, num_slots: int, room: int) -> Iterator[st
     if row.start < 0 or row.num_open < 0 or row.num_new < 1 or end > room or not 0 <= row.num_logits <= row.num_new:
         start = f"start {row.start}" + (f" to {row.start + row.num_open}" if row.num_open else "")
         yield f"row {number}: got {start}, {row.num_new} new tokens and {row.num_logits} logits, with room for {room} tokens"
+
+    if row.which_half is Half.FIRST and (row.num_logits or row.draw_slots):
+        yield f"row {number}: got {row.num_logits} logits and {len(row.draw_slots)} draws, expected none after half its layers"
 
 
 def _touched(row: Row, group: KVGroup) -> Iterator[tuple[str, int]]:
@@ -128,6 +152,8 @@ def _dump(plan: StepPlan, layout: CacheLayout, fault: str) -> Path:
             for group in layout.groups
         ],
         "entries": [{"slot": entry.slot, "num_tokens": len(entry.token_ids)} for entry in plan.entries],
+        "saves": plan.saves,
+        "loads": plan.loads,
         "copies": plan.copies,
         "rows": [row._asdict() | {"tables": [asdict(table) for table in row.tables]} for row in plan.rows],
     }

@@ -69,7 +69,7 @@ def fill(
 
     token_ids_T = tokens_SL.view(-1).index_select(0, sent["flat"]).long()
     token_ids_T.masked_fill_(torch.isin(token_ids_T, placeholder_P), 0)
-    input_rows = None if media is None else InputRows(sent["soft"], torch.cat(media.rows))
+    input_rows = None if media is None or not media.rows else InputRows(sent["soft"], torch.cat(media.rows))
     groups = tuple(
         GroupBatch(sent[f"pages{index}"], sent[f"first{index}"], sent[f"kv_address{index}"], sent.get(f"visible{index}"))
         if index in tables

@@ -7,6 +7,7 @@ after it. Steps run in the order in which they are launched, so the next one may
 
     target         the model, its KV pages and attention backends
     fill           rows -> ForwardBatch, for steps of any shape
+    halves         steps that run half of the layers for a chunk
     draws          logits -> tokens, accepted drafts, log-probabilities, for steps of any shape
     rounds         the drafter's proposals for the next step, in any shape
     deferred       a drafter's KV that is written later
@@ -31,7 +32,9 @@ from torch import Tensor
 
 from culet import env
 from culet.attention.base import AttentionBackend
-from culet.cache.pool import Pool
+from culet.attention.batch import ForwardBatch
+from culet.cache.pool import HostPool, Pool
+from culet.cache.spec import KVGroup
 from culet.drafters.base import ABSTAINED, Drafter
 from culet.kernels.captures import Captures, step_stream
 from culet.kernels.compiling import CompileCount
@@ -49,6 +52,7 @@ from culet.runner.fixed.shapes import FixedShapes
 from culet.runner.fixed.steps import Bucket, FixedStep
 from culet.runner.grammar_masks import SlotGrammars, StepGrammars
 from culet.runner.media.features import Encoder, FeatureStore
+from culet.runner.media.halves import HalfPasses, rows_of_layers
 from culet.runner.media.step_media import ImageMask, SlotMedia, StepMedia
 from culet.runner.step_threads import StepThreads
 from culet.runner.target import ForwardOutput, Target
@@ -73,7 +77,9 @@ class Runner:
         max_model_len: int,
         drafter: Drafter | None = None,
         compile_count: CompileCount | None = None,
+        host_pool: HostPool | None = None,
     ) -> None:
+        """Set up slots and buffers. Without a `host_pool`, no pages are saved in host memory."""
         device = model.device
         # A step may be planned before it is known that the sequence has ended, so a slot has room for one more token.
         width = max_model_len + 1 + (0 if drafter is None else drafter.max_drafts)
@@ -84,12 +90,14 @@ class Runner:
         self._entries: list[Entry | None] = [None] * max_num_seqs  # by slot
 
         self.pool, self.drafter, self.compile_count = pool, drafter, compile_count
+        self.host_pool = HostPool(pool.layout.slab_bytes, 0, torch.device("cpu")) if host_pool is None else host_pool
         self.deferred: DeferredKV | None = None
         if drafter is not None:
             sizes = max_num_seqs + 1, model.spec.hidden_size, model.dtype
             self.deferred = DeferredKV.create(drafter, pool, *sizes, device)
         taps = () if drafter is None or self.deferred is None else drafter.taps
         self.target = Target(model, pool, backends, taps)
+        self.halves = HalfPasses(self.target)
         self.draws = Draws(self.target, self.tokens_SL, self.accepted_S)
         self.rounds = None if drafter is None else DraftRounds(drafter, pool, self.tokens_SL)
         self.grammars = SlotGrammars(model.rank.size)
@@ -171,6 +179,9 @@ class Runner:
             self._write_deferred(plan, self.deferred, self.deferred.ledger.due_before(plan))
         self._enter(plan.entries)
         self._ban()
+        # After deferred writes, which may belong to pages that are saved, and before anything is written to these pages.
+        self.pool.save_pages(plan.saves, self.host_pool)
+        self.pool.load_pages(plan.loads, self.host_pool)
         self.pool.copy_pages(plan.copies)
         if not plan.rows:
             return Pending(plan.step_id, HostCopy([]), features=self._encode(plan), waits=True)
@@ -198,6 +209,10 @@ class Runner:
     def num_slabs(self) -> int:
         return self.pool.num_slabs
 
+    @property
+    def num_host_pages(self) -> int:
+        return self.host_pool.num_pages
+
     def device_seconds(self) -> Mapping[str, float]:
         """Return how many seconds the device has spent on verifying and on proposing drafts since the start."""
         return {name: self.clock.seconds(name) for name in ("verify", "draft")}
@@ -216,7 +231,8 @@ class Runner:
         """Do nothing. The runner lives as long as this process."""
 
     def close(self) -> None:
-        """Do nothing. Memory is freed with the runner."""
+        """Allocate no more host pages. Memory is freed with the runner."""
+        self.host_pool.close()
 
     # The parts of a step, in order
 
@@ -224,7 +240,8 @@ class Runner:
         """Check every page index of a step, if the debug switch is set."""
         if env.CHECK_PAGES.is_set():
             num_slots, room = self.tokens_SL.shape[0] - 1, self.tokens_SL.shape[1]
-            check_step(plan, self.pool.layout, num_slots=num_slots, room=room, num_slabs=self.pool.num_slabs)
+            sizes = {"num_slabs": self.pool.num_slabs, "num_host_pages": self.num_host_pages}
+            check_step(plan, self.pool.layout, num_slots=num_slots, room=room, **sizes)
 
     def _write_deferred(self, plan: StepPlan, deferred: DeferredKV, writes: Sequence[DeferredWrite]) -> None:
         """Write a drafter's KV for earlier tokens, before or after the forward pass of `plan`."""
@@ -282,18 +299,24 @@ class Runner:
                 return step
             output = step.output(rows)
             return output if draws_follow_tokens(rows, route.groups) else replace(output, next_tokens=None)
+        if any(row.which_half for row in rows):
+            assert self.deferred is None, "a drafter with its own KV needs every step's features at once"
+            lower, upper = [self._batch_of(part, self.media.find(part)) for part in rows_of_layers(rows)]
+            return self.halves.run(rows, lower, upper, None if self.fixed is None else self.fixed.prompts)
         unread = None
         if self.deferred is not None and keeps_features(rows) and not any(row.num_wanted for row in rows):
             unread = self.deferred.group
-        batch = self.target.own_share(
-            fill(rows, self.pool.layout, self.tokens_SL, self.target.placeholder_P, unread, route.media)
-        )
+        batch = self._batch_of(rows, route.media, unread)
         self.target.plan(batch)
         pieces = DIRECT if self.fixed is None else self.fixed.prompts.pieces_for(batch)
         hidden = self.target.forward(batch, pieces)
         if self.deferred is not None:
             self.deferred.keep_or_write(rows, batch, hidden.tapped)
         return ForwardOutput(batch, hidden)
+
+    def _batch_of(self, rows: Sequence[Row], media: StepMedia | None, unread: KVGroup | None = None) -> ForwardBatch:
+        placeholder_P = self.target.placeholder_P
+        return self.target.own_share(fill(rows, self.pool.layout, self.tokens_SL, placeholder_P, unread, media))
 
     def _draw(self, route: _Route, output: FixedStep | ForwardOutput) -> FixedDrawn | StepDraws:
         """Draw from the logits, and count accepted drafts."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch, own_share
 from culet.cache.pool import Pool
-from culet.models.gemma4 import Gemma4, Hidden
+from culet.models.gemma4 import Between, Gemma4, Hidden, ResidualStream
 from culet.models.pieces import DIRECT, Pieces
 
 
@@ -61,9 +61,13 @@ class Target:
         """Do the backends' work on the host. Call before `forward`."""
         self.model.plan(batch, self.pool, self.backends)
 
-    def forward(self, batch: ForwardBatch, pieces: Pieces = DIRECT) -> Hidden:
-        """Run the forward pass. It only launches kernels."""
-        return self.model.forward(batch, self.pool, self.backends, self.taps, pieces)
+    def forward(self, batch: ForwardBatch, pieces: Pieces = DIRECT, between: Between | None = None) -> Hidden:
+        """Run the forward pass, or what is left of it after `between`. It only launches kernels."""
+        return self.model.forward(batch, self.pool, self.backends, self.taps, pieces, between)
+
+    def forward_part(self, batch: ForwardBatch, num_layers: int, pieces: Pieces) -> ResidualStream:
+        """Run only the first `num_layers` layers. The result is valid until other pieces run."""
+        return self.model.forward_whole(batch, self.pool, self.backends, self.taps, num_layers, pieces)
 
     def logits(self, last_LD: Tensor) -> Tensor:
         return self.model.logits(last_LD)

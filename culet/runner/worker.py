@@ -64,6 +64,10 @@ class Worker(Protocol):
     def num_slabs(self) -> int:
         """The number of slabs in the KV cache."""
 
+    @property
+    def num_host_pages(self) -> int:
+        """The number of host pages that plans may use by now. It may still grow."""
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step. The next one may be launched before its result is read."""
 
@@ -123,6 +127,7 @@ class StepDone(Struct, tag="result", frozen=True):
     result: StepResult
     device_seconds: dict[str, float]
     compile_count: CompileCount | None = None  # if it has changed since the last report
+    num_host_pages: int = 0  # by now
 
 
 class WorkerFailed(Struct, tag="failed", frozen=True):
@@ -221,6 +226,7 @@ class ProcessWorker:
         self._end = weakref.finalize(self, _end, self._ranks)  # also runs at exit
         self._in_flight: deque[_RemoteStep] = deque()  # oldest first
         self._device_seconds: dict[str, float] = {"verify": 0.0, "draft": 0.0}
+        self.num_host_pages = 0  # that all ranks have, as of their last results
         self._is_built = False
         self._cause: WorkerDied | None = None  # why all processes have been ended
         self._limit_s, self._build_limit_s = limit_s, build_limit_s
@@ -289,6 +295,7 @@ class ProcessWorker:
             self._check_ranks(reports)
         if isinstance(first, StepDone):
             self._device_seconds = first.device_seconds
+            self.num_host_pages = min(report.num_host_pages for report in reports if isinstance(report, StepDone))
         self._in_flight.popleft().report = first
 
     def _check_ranks(self, reports: Sequence[Report]) -> None:

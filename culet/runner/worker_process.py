@@ -51,12 +51,13 @@ class _Launched:
 
     step: LaunchedStep | Exception
     device_seconds: Mapping[str, float]
+    num_host_pages: int
 
     def report(self) -> Report:
         try:
             if isinstance(self.step, Exception):
                 raise self.step
-            return StepDone(self.step.result(), dict(self.device_seconds))
+            return StepDone(self.step.result(), dict(self.device_seconds), num_host_pages=self.num_host_pages)
         except Exception as error:
             return _failed(error)
 
@@ -115,7 +116,7 @@ def _run(connection: socket.socket, worker: Worker) -> None:
             step = worker.launch(command.plan)
         except Exception as error:
             step = error
-        launched.put(_Launched(step, worker.device_seconds()))
+        launched.put(_Launched(step, worker.device_seconds(), worker.num_host_pages))
 
 
 def _failed(error: Exception) -> WorkerFailed:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
 from itertools import pairwise
 
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.errors import BadRequest, ContextTooLong, QueueFull
 from culet.scheduler.group_pages import max_held_pages
+from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.sequence import Sequence
 from culet.types import Request
+
+GROWTH_TOKENS = 64  # that running sequences can draw before one makes way after a parked one is back
 
 
 def least_pages(group: KVGroup, num_tokens: int, chunk: int = 1) -> int:
@@ -97,17 +102,65 @@ def reserved_pages(seq: Sequence, budget: int) -> int:
     return reserved
 
 
+def growth_pages(seq: Sequence, running: Iterable[Sequence]) -> int:
+    """Return how many pages must be left for others when the waiting `seq` starts.
+
+    A parked sequence is back in one step. Without pages for what the running ones draw next, one of them would soon make way.
+    Other sequences come back in pieces, for which they need about as many pages for a while. It does not wait for more pages
+    than it needs itself.
+    """
+    most, grown = sum(len(pages.host_pages) for pages in seq.parked), 0
+    for other in running if most else ():
+        length = other.num_computed + min(GROWTH_TOKENS, max(0, other.num_left))
+        for pages in other.groups:
+            group = pages.group
+            bound, peak = max_held_pages(group, 1, 1), group.pages_for(length + group.ahead)
+            grown += max(0, (peak if bound is None else min(peak, bound)) - pages.num_held)
+    return min(grown, most)
+
+
 def promised_pages(running: Iterable[Sequence], budget: int) -> int:
     """Return the pages that prompts in progress were promised and do not hold yet."""
     return sum(reserved_pages(seq, budget) for seq in running if seq.num_uncomputed > 1)
 
 
 def lacking_pages(running: Iterable[Sequence], available: int) -> int:
-    """Return about how many pages the sequences that decode lack for their next tokens.
+    """Return how many pages the sequences that decode lack for their next tokens.
 
-    Each whose pages change counts as one page, even if it also gives one back.
+    Each gives back the pages behind its window before it takes others. They count as free, even if others share them.
     """
-    return sum(seq.num_uncomputed == 1 and not seq.pages_unchanged() for seq in running) - available
+    needed = most = 0
+    for seq in running:
+        if seq.num_uncomputed == 1 and not seq.pages_unchanged():
+            start = seq.num_computed
+            missing = [pages.num_missing(start + 1 + pages.ahead, start) - pages.num_behind(start) for pages in seq.groups]
+            needed += sum(missing)
+            most = max(most, needed)
+    return most - available
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """How many pages are missing, for the running sequences and for those that wait."""
+
+    running: Sequences[Sequence]
+    page_allocator: PageAllocator
+    budget: int
+    max_running: int
+
+    def num_missing(self, seq: Sequence, leaving: Collection[Sequence] = ()) -> int:
+        """Return how many pages a waiting sequence lacks to start, and at least one if it lacks a slot.
+
+        Those that are `leaving` have given back their pages by then.
+        """
+        staying = [other for other in self.running if other not in leaving] if leaving else self.running
+        others = promised_pages(staying, self.budget) + growth_pages(seq, staying)
+        available = self.page_allocator.available + sum(other.num_held for other in leaving)
+        return max(pages_to_start(seq, self.budget) + others - available, int(len(staying) == self.max_running))
+
+    def num_lacking(self) -> int:
+        """Return how many pages the running sequences lack for their next tokens."""
+        return lacking_pages(self.running, self.page_allocator.available)
 
 
 def pages_to_start(seq: Sequence, budget: int) -> int:

@@ -192,18 +192,18 @@ class TimeSlices:
         self,
         queue: FairQueue,
         running: Collection[Sequence],
-        num_missing: Callable[[Sequence], int],
+        num_missing: Callable[[Sequence, Collection[Sequence]], int],
         num_lacking: Callable[[], int],
     ) -> Iterator[Sequence]:
         """Yield the running sequences that make way for others. The caller preempts each at once.
 
         They make way for the next one in the queue if they are those of a tenant that runs too many
         (`FairQueue.next_and_last`), or else if their time slice is over. They also make way if others need more pages, so that
-        one that has come back does not lose its pages at once. `num_missing` returns how many pages a sequence lacks to start,
-        and `num_lacking` how many the running ones lack for their next tokens.
+        one that has come back does not lose its pages at once. `num_missing` returns how many pages a sequence lacks to start
+        when some others have left, and `num_lacking` how many the running ones lack for their next tokens.
         """
         while (pair := queue.next_and_last(running)) is not None:
-            if num_missing(pair[0]) <= 0:
+            if num_missing(pair[0], ()) <= 0:
                 return
             yield pair[1]
         head = queue.head()
@@ -215,14 +215,14 @@ class TimeSlices:
                 break
             self._put_behind(over[-1], queue, running)
             yield over[-1]
-        if self._work < self._next_at or (missing := num_missing(head)) <= 0:
+        if self._work < self._next_at or num_missing(head, ()) <= 0:
             return
         if any(seq.is_running for seq in self._returning):
             return  # one at a time, because it holds pages and gives no answer
         if head.started_at is None and len(queue) * FEW_NEW > len(running):
             return  # many new sequences wait until others end
         if head in self._sharing(queue, running):
-            for seq in self._instead_of_waiting(head, running, missing):
+            for seq in self._instead_of_waiting(head, running, num_missing):
                 self._put_behind(seq, queue, running)
                 yield seq
 
@@ -244,8 +244,10 @@ class TimeSlices:
         self._num_moves += 1
         seq.place = max(other.place[0] for other in (*running, *self._sharing(queue, running))), self._num_moves
 
-    def _instead_of_waiting(self, head: Sequence, running: Collection[Sequence], num_missing: int) -> list[Sequence]:
-        """Return the sequences that make way for `head`, which lacks `num_missing` pages, or [] if it must wait.
+    def _instead_of_waiting(
+        self, head: Sequence, running: Collection[Sequence], num_missing: Callable[[Sequence, Collection[Sequence]], int]
+    ) -> list[Sequence]:
+        """Return the sequences that make way for `head`, which lacks pages, or [] if it must wait.
 
         If a sequence will end within a slice, `head` waits for that.
         """
@@ -254,10 +256,9 @@ class TimeSlices:
             return []
         candidates = self._whose_slice_is_over(head, running)
         chosen: list[Sequence] = []
-        while num_missing > 0 and candidates:
+        while (missing := num_missing(head, chosen)) > 0 and candidates:
             chosen.append(candidates.pop())
-            num_missing -= chosen[-1].num_held
-        return chosen if num_missing <= 0 else []
+        return chosen if missing <= 0 else []
 
     def _whose_slice_is_over(self, other: Sequence, running: Collection[Sequence]) -> list[Sequence]:
         """Return the sequences that may make way for `other`, of the same tenant. Last is the one that has run longest."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from culet.cache.spec import KVGroup
 from culet.types import PageTable
 
@@ -27,6 +29,14 @@ def max_held_pages(group: KVGroup, num_new: int, num_logits: int) -> int | None:
     if num_stored == num_new:
         return span(context + num_new, group.page_tokens)
     return span(context, group.page_tokens) + span(num_stored, group.page_tokens)
+
+
+class ParkedPages(NamedTuple):
+    """The pages of one sequence in one KV group, while they are in host memory."""
+
+    first: int  # logical page of the first one
+    host_pages: list[int]
+    stored_from: int  # as in GroupPages
 
 
 class GroupPages:
@@ -67,6 +77,22 @@ class GroupPages:
     def reset(self, first: int, pages: list[int]) -> None:
         """Replace all pages."""
         self.first, self.pages, self._table = first, pages, None
+
+    def to_go_on(self, earliest: int, num_tokens: int) -> tuple[int, list[int]] | None:
+        """Return the pages with content that a sequence needs to go on at token `earliest` or later, and the first's number.
+
+        It has `num_tokens` computed tokens. Return None if some of these pages are not there.
+        """
+        begin, end = self.group.first_visible(earliest) // self.page_tokens, self.group.pages_for(num_tokens)
+        pages = self.pages[max(0, begin - self.first) : end - self.first]
+        return (begin, pages) if len(pages) == end - begin and HOLE not in pages else None
+
+    def num_behind(self, position: int) -> int:
+        """Return how many pages no query at `position` or later sees."""
+        if self.reach is None:
+            return 0
+        behind = self.pages[: max(0, (position - self.reach + 1) // self.page_tokens - self.first)]
+        return len(behind) - behind.count(HOLE)
 
     def cut_behind(self, position: int) -> list[int]:
         """Drop the pages that no query at `position` or later sees. Return those that were held."""

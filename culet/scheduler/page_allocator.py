@@ -1,4 +1,4 @@
-"""Allocate pages to sequences, evict resume points when pages run short, and collect page copies for the next step.
+"""Allocate pages to sequences, evict resume points when pages run short, and collect transfers of pages for the next step.
 
 Steps run in the order they are planned. So the next plan may use a page as soon as its last holder has planned its last use,
 even if the step that reads the page has not finished. Within one plan, no page is both read and reused.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from culet.cache.arena import Arena
+from culet.cache.host_pages import HostPages
 from culet.cache.prefix import PrefixCache
 from culet.cache.spec import CacheLayout
 
@@ -19,6 +20,7 @@ class PageAllocator:
     def __init__(self, layout: CacheLayout, num_pages: int, *, prefix_caching: bool) -> None:
         self.arena = Arena(num_pages)
         self.prefix = PrefixCache(self.arena, layout) if prefix_caching else None
+        self.host = HostPages()
         self._copies: dict[int, int] = {}  # target -> source
 
     @property

@@ -1,4 +1,4 @@
-"""Prefix reuse by sequences. Find where a sequence resumes, and keep resume points for later ones."""
+"""Find where a sequence resumes, from the prefix cache or from host memory, and keep resume points for later ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from culet.scheduler.stats import Counters
 
 
 def find_prefix(seq: Sequence, page_allocator: PageAllocator) -> Match:
-    """Find where `seq` can resume. Prompt tokens whose log-probabilities are wanted must be computed."""
+    """Find where `seq` can resume. Prompt tokens whose log-probabilities are wanted must be computed.
+
+    A parked sequence goes on where it was, without a point.
+    """
+    if seq.parked:
+        return Match(None, seq.parked_len, seq.parked_len)
     prefix = page_allocator.prefix
     if prefix is None:
         return Match(None, 0, 0)
@@ -26,7 +31,25 @@ def find_prefix(seq: Sequence, page_allocator: PageAllocator) -> Match:
     return match
 
 
-def count_prefix(seq: Sequence, match: Match, counters: Counters) -> None:
+def take_known_pages(seq: Sequence, match: Match, page_allocator: PageAllocator) -> bool:
+    """Give a sequence the pages of the tokens that it resumes after. Return False if they do not fit."""
+    if seq.parked and match.resume:
+        return seq.return_to_pages(page_allocator)
+    seq.unpark(page_allocator)
+    return match.point is None or seq.resume_from(match.point, match.resume, page_allocator)
+
+
+def count_start(seq: Sequence, match: Match, page_allocator: PageAllocator, counters: Counters) -> None:
+    """Count where a sequence that has started resumed. If it was parked, have its pages loaded."""
+    if seq.parked:
+        counters.restored += 1
+        counters.restored_tokens += match.resume
+        seq.load_parked(page_allocator)
+    elif page_allocator.prefix is not None:
+        _count_prefix(seq, match, counters)
+
+
+def _count_prefix(seq: Sequence, match: Match, counters: Counters) -> None:
     """Count the look-up of a sequence that has started. Each prompt counts once, when its request first starts."""
     if not seq.is_announced:
         seq.num_cached = min(match.resume, seq.prompt_len)

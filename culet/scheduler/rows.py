@@ -11,7 +11,7 @@ from culet.scheduler.budget import Grant, StepBudget
 from culet.scheduler.draft_length import DraftLengths
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.sequence import MAX_TRAIL, Sequence
-from culet.types import Row, StepResult
+from culet.types import Half, Row, StepResult
 
 
 @dataclass(slots=True)
@@ -36,11 +36,17 @@ class PlannedStep:
     step_id: int
     planned: list[PlannedRow]
     planned_at: float  # on the scheduler's clock
-    is_timed: bool = True  # False if it encodes media, which takes its own time
+    is_slowed: bool = False  # by encoding media or by moving pages, which takes its own time
 
     @cached_property
     def num_tokens(self) -> int:
-        return sum([plan.row.num_new for plan in self.planned])
+        """Its new tokens. Those of a chunk in halves count with the second."""
+        return sum([plan.row.num_new for plan in self.planned if plan.row.which_half is not Half.FIRST])
+
+    @cached_property
+    def is_timed(self) -> bool:
+        """Whether its time says how long its tokens take. That of half a chunk does not."""
+        return not (self.is_slowed or any(plan.row.which_half for plan in self.planned))
 
     @property
     def chunk_tokens(self) -> int:

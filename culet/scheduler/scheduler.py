@@ -18,15 +18,24 @@ from collections.abc import Callable
 from culet.cache.point_tree import Match
 from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
-from culet.scheduler.admission import check_fits, check_queue, lacking_pages, pages_to_start, promised_pages, reserved_pages
+from culet.scheduler.admission import (
+    Shortage,
+    check_fits,
+    check_queue,
+    growth_pages,
+    pages_to_start,
+    promised_pages,
+    reserved_pages,
+)
 from culet.scheduler.budget import Grant, ShortFirst, make_step_budget, share_step, short_prompts
 from culet.scheduler.deadlines import Deadlines
 from culet.scheduler.draft_length import DraftLengths
 from culet.scheduler.fairness import BY_OLDER, BY_ORDER, FairQueue, StepPrompts, TimeSlices
 from culet.scheduler.media.encoding import count_media, plan_encoding
 from culet.scheduler.media.features import NOTHING, FeatureLedger
+from culet.scheduler.media.halves import Halves
 from culet.scheduler.page_allocator import PageAllocator
-from culet.scheduler.reuse import count_prefix, find_prefix, keep_point, keep_row_points
+from culet.scheduler.reuse import count_start, find_prefix, keep_point, keep_row_points, take_known_pages
 from culet.scheduler.rows import (
     PlannedRow,
     PlannedStep,
@@ -58,6 +67,7 @@ class Scheduler:
         plans_open: bool = False,
         on_cpu: bool = False,
         features: FeatureLedger | None = None,
+        halve_from: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Set up an empty scheduler.
@@ -65,7 +75,8 @@ class Scheduler:
         `max_drafts` is the most tokens that a drafter proposes at a time. `policy` decides how many it should propose. Without
         a policy, it always proposes all. If `plans_open`, the runner itself finds out where a row begins when drafts of the
         previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known. If `on_cpu`,
-        every token makes a step longer. Without `features`, their account, the runner has no towers.
+        every token makes a step longer. Without `features`, their account, the runner has no towers. Chunks with images and at
+        least `halve_from` tokens run in two steps (0: none), unless there is a drafter.
         """
         self.layout, self.max_model_len = layout, max_model_len
         self.max_drafts, self.policy = max_drafts, policy
@@ -80,6 +91,8 @@ class Scheduler:
         self.counters = Counters()
         # Every running sequence can have a token in every step, so none can starve.
         self._max_running = min(config.max_num_seqs, self.budget)
+        self._max_chunk = self.budget - self._max_running + 1  # tokens that every step has room for
+        self._halves = Halves(0 if max_drafts else halve_from, self._max_chunk, self.counters)
         self._clock, self._max_queued = clock, self._max_running + config.max_queue_len
         self._free_slots = list(range(config.max_num_seqs))
         self._running: list[Sequence] = []  # by order
@@ -96,8 +109,7 @@ class Scheduler:
 
     def add(self, request: Request, *, held: bool = False) -> None:
         """Queue a request. If `held`, it waits for `release`. Raise if it can never fit or the queue is full."""
-        max_chunk = self.budget - self._max_running + 1
-        check_fits(request, self.layout, self.page_allocator.arena.num_pages, self.max_model_len, max_chunk)
+        check_fits(request, self.layout, self.page_allocator.arena.num_pages, self.max_model_len, self._max_chunk)
         check_queue(request, self._alive, len(self._running) + len(self._waiting) + len(self._held), self._max_queued)
         if self.features is not None and request.media:
             self.features.admit(request)
@@ -147,7 +159,7 @@ class Scheduler:
     def fail_steps(self, error: str) -> None:
         """End the requests of the steps in flight, which did not run, and forget the plans.
 
-        The content of all pages is unknown now. Other running sequences give up their pages and are computed again.
+        The content of all pages is unknown now. All other sequences give up theirs and are computed again.
         """
         rows = [plan for step in self._in_flight for plan in step.planned]
         self._in_flight.clear()
@@ -161,6 +173,8 @@ class Scheduler:
                     self.cancel(seq.request.request_id, reason=FinishReason.ERROR, error=error)
         for seq in list(self._running):
             self._preempt(seq)
+        for seq in self._waiting:  # pages may not have been saved either
+            seq.unpark(self.page_allocator)
         self.drop_resume_points()
 
     def drop_resume_points(self) -> None:
@@ -216,12 +230,13 @@ class Scheduler:
         if not planned and encoding is NOTHING and (self._in_flight or self.features is None or not self.features.is_encoding):
             return None
         count_media(self.features, encoding, planned, self.counters)
-        step = PlannedStep(next(self._step_ids), planned, now, is_timed=not encoding.encodes)
+        saves, loads = self.page_allocator.host.drain()
+        step = PlannedStep(next(self._step_ids), planned, now, is_slowed=bool(encoding.encodes or saves or loads))
         self._in_flight.append(step)
         self.counters.count_step(step.num_tokens)
         self._slices.count_step(step.num_tokens, len(self._running))
-        rows = [plan.row for plan in planned]
-        return StepPlan(step.step_id, tuple(entries), copies, tuple(rows), encoding.drops, encoding.encodes)
+        rows = tuple([plan.row for plan in planned])
+        return StepPlan(step.step_id, tuple(entries), copies, rows, encoding.drops, encoding.encodes, saves, loads)
 
     def _drafts_to_continue(self, *, is_open: bool) -> list[int] | None:
         """Return the drafts of each sequence if all continue and pages suffice, as in most steps. Otherwise return None.
@@ -257,8 +272,8 @@ class Scheduler:
             if grant.sequence.is_running:  # an older sequence may just have taken its pages
                 planned += self._plan_row(grant, may_preempt=True)
         if len(planned) == len(grants) and self.counters.preemptions == num_preempted:  # nobody lacks pages
-            planned += self._start_new(entries, budget - sum(plan.row.num_new for plan in planned), prompts)
-        return planned
+            planned += self._start_new(entries, self._halves.num_left(budget, planned), prompts)
+        return self._halves.mark(planned)
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
         """Plan the row for `grant`, with a shorter chunk if pages are scarce. Return [] if none fits.
@@ -268,9 +283,10 @@ class Scheduler:
         seq = grant.sequence
         seq.release_behind(self.page_allocator)
         num_spared = len(self._running) * len(self.layout.groups)  # a page in each group for every sequence
-        while (shape := largest_row(grant, self.page_allocator.available, num_spared)) is None:
+        while (shape := self._halves.shape_of(seq) or largest_row(grant, self.page_allocator.available, num_spared)) is None:
             if not may_preempt or (last := max(self._running, key=BY_OLDER if self._waiting.is_shared else BY_ORDER)) is seq:
                 return []
+            last.park(self.page_allocator)
             self._preempt(last)
         return [commit_row(seq, shape, self.page_allocator, self._num_wanted(seq) if shape.draws else 0)]
 
@@ -281,24 +297,19 @@ class Scheduler:
         return num_wanted(seq, self.max_drafts, self.policy, min(self._max_running, len(self._running) + len(self._waiting)))
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take the slot and pages of `seq`. All its tokens, including those it has drawn, are computed again later."""
+        """Take the slot and pages of `seq`. Tokens that are not parked, including drawn ones, are computed again later."""
         self._leave(seq)
         self._slices.stop(seq)
         self._waiting.push(seq)
-        self.counters.preemptions += 1
+        self.counters.count_preemption(is_parked=bool(seq.parked))
 
     def _make_way(self) -> None:
         """Make room if sequences must give up their pages for others. Keep what they have computed."""
-        for seq in self._slices.making_way(
-            self._waiting, self._running, self._num_missing, lambda: lacking_pages(self._running, self.page_allocator.available)
-        ):
-            keep_point(seq, min(seq.num_computed, len(seq.tokens)), self.page_allocator)
+        shortage = Shortage(self._running, self.page_allocator, self.budget, self._max_running)
+        for seq in self._slices.making_way(self._waiting, self._running, shortage.num_missing, shortage.num_lacking):
+            if not seq.park(self.page_allocator):
+                keep_point(seq, min(seq.num_computed, len(seq.tokens)), self.page_allocator)
             self._preempt(seq)
-
-    def _num_missing(self, seq: Sequence) -> int:
-        """Return how many pages `seq` lacks to start, and at least one if it lacks a slot."""
-        needed = pages_to_start(seq, self.budget) + promised_pages(self._running, self.budget)
-        return max(needed - self.page_allocator.available, int(len(self._running) == self._max_running))
 
     def _leave(self, seq: Sequence) -> None:
         """Free the slot and pages of `seq`. If its admission failed half-way, it is still in the queue."""
@@ -330,7 +341,7 @@ class Scheduler:
             # A sequence that just made way starts again when its last result is known.
             if seq.rows_in_flight or prompts.leave_out(seq, num_older):
                 break
-            if not (rows := self._admit(seq, budget, reserved, first=first)):
+            if not (rows := self._admit(seq, budget, reserved + growth_pages(seq, self._running), first=first)):
                 if first:
                     continue
                 break
@@ -344,17 +355,16 @@ class Scheduler:
     def _admit(self, seq: Sequence, budget: int, reserved: int, *, first: bool) -> list[PlannedRow]:
         """Give `seq` a slot and its first row, resumed from the prefix cache if possible. Return [] if it must wait."""
         match = find_prefix(seq, self.page_allocator)
-        if first and len(seq.tokens) - match.resume > min(budget, seq.max_chunk):
-            return []
-        if not seq.ready_part(match.resume, min(budget, len(seq.tokens) - match.resume)):
+        num_left = len(seq.tokens) - match.resume
+        if (first and num_left > min(budget, seq.max_chunk)) or not seq.ready_part(match.resume, min(budget, num_left)):
             return []
         # If nothing else is running, the sequence must start. So it tries again without the point, which may then be evicted.
-        if match.point is not None and ((rows := self._start(seq, match, budget, reserved)) or self._running):
+        if match.resume and ((rows := self._start(seq, match, budget, reserved)) or self._running):
             return rows
         return self._start(seq, Match(None, 0, match.known), budget, reserved)
 
     def _start(self, seq: Sequence, match: Match, budget: int, reserved: int) -> list[PlannedRow]:
-        if match.point is not None and not seq.resume_from(match.point, match.resume, self.page_allocator):
+        if not take_known_pages(seq, match, self.page_allocator):
             return []
         seq.begin(match, is_alone=not self._running)
         rows: list[PlannedRow] = []
@@ -372,8 +382,7 @@ class Scheduler:
         self._waiting.remove(seq)
         if seq.arrived_at and not seq.is_announced:
             seq.queue_s = self._clock() - seq.arrived_at
-        if self.page_allocator.prefix is not None:
-            count_prefix(seq, match, self.counters)
+        count_start(seq, match, self.page_allocator, self.counters)
         return rows
 
     def _enter(self, seq: Sequence) -> None:
@@ -387,8 +396,7 @@ class Scheduler:
         seq = plan.owner
         if not (plan.drawers and seq.siblings):
             return []
-        siblings, seq.siblings = seq.siblings, []
-        forked: list[Sequence] = []
+        forked, siblings, seq.siblings = list[Sequence](), seq.siblings, []
         for sibling in siblings:
             # Each group needs one page, either the copy of the partial page or the next page.
             if len(self._running) < self._max_running and self.page_allocator.available >= len(self.layout.groups):
@@ -449,13 +457,8 @@ class Scheduler:
             self.counters.count_verify(num_drafts, num_drawn - 1)
         if self.policy is not None and (num_drafts or (row.num_wanted > drawn.num_proposed and not drawn.is_bound)):
             self.policy.note(seq.acceptance, num_drafts, num_drawn - 1)
-        if seq.is_running:  # otherwise it was preempted, so its tokens count but its pages are gone
-            seq.num_computed += num_drawn - 1
-            if not seq.rows_in_flight:  # otherwise its next row was planned with these proposals and pages for all of them
-                seq.num_proposed = drawn.num_proposed
-                # An open row before this one may have left pages too.
-                if num_drafts or self.plans_open:
-                    seq.release_beyond(self.page_allocator)
+        has_spare = num_drafts > 0 or self.plans_open  # an open row before this one may have left pages too
+        seq.keep_drafts(num_drawn - 1, drawn.num_proposed, self.page_allocator, has_spare=has_spare)
         count, reason = seq.append(token_ids)
         if reason is not None:
             self.counters.dropped_tokens += num_drawn - count
@@ -471,6 +474,7 @@ class Scheduler:
         self.counters.count_end(reason)
         if self.policy is not None:
             self.policy.ended(seq.acceptance)
+        seq.unpark(self.page_allocator)
         is_held, request_id = False, seq.request.request_id
         alive = self._alive[request_id]
         del alive[seq.sample]

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from culet.cache.content import PrefixContent
 from culet.cache.point_tree import Match, ResumePoint
 from culet.cache.spec import CacheLayout
-from culet.scheduler.group_pages import HOLE, GroupPages
+from culet.scheduler.group_pages import HOLE, GroupPages, ParkedPages
 from culet.scheduler.media.features import FeatureLedger
 from culet.scheduler.page_allocator import PageAllocator
 from culet.types import Entry, FinishReason, Logprobs, MediaSpan, PageTable, Request, Sampling, TokenDelta
@@ -25,6 +25,7 @@ MIN_GAIN = 16  # a resume point that saves no more tokens than this is not worth
 MIN_CUT_CHUNK = (
     256  # fewest tokens before media that are computed while their features are not ready; fewer are not worth a step
 )
+MIN_PARKED = TILE  # fewest computed tokens that are worth parking, because computing fewer takes hardly any time
 MAX_SCORED_CHUNK = 256  # most tokens of a chunk that needs all its logits, because a row of logits is as wide as the vocabulary
 
 
@@ -46,7 +47,11 @@ class Acceptance:
 
 
 class Sequence:
-    """One sample of a request. It is waiting (without a slot or pages), running, or ended."""
+    """One sample of a request. It is waiting (without a slot or pages), running, or ended.
+
+    While it waits after it was preempted, it may be **parked**: its pages are in host memory, and `num_computed` still counts
+    its tokens there.
+    """
 
     def __init__(
         self,
@@ -79,6 +84,8 @@ class Sequence:
         self.slot: int | None = None
         self.num_computed = 0
         self.num_resumed = 0  # computed tokens that it began with when it last started
+        self.parked: tuple[ParkedPages, ...] = ()  # one per KV group while it is parked
+        self.parked_len = 0  # computed tokens in these pages
         self.rows_in_flight = 0
         self.draws_in_flight = 0
         self.num_proposed = 0  # drafts in the slot's buffer, now or after the row in flight has run
@@ -90,6 +97,7 @@ class Sequence:
         self.acceptance = Acceptance()
         self.tables: tuple[PageTable, ...] = ()  # page tables of its last row
         self.unchanged_until = 0  # length up to which decoding does not change them
+        self.halved = 0  # tokens of its next row if half of the layers have run for them (see `Halves`)
         self.prefill_end = 0  # tokens to compute before the first draw after (re)admission
         self.resume_lengths: tuple[int, ...] = ()  # uncomputed lengths that are worth a resume point, in ascending order
         self.num_scored = 0  # prompt positions whose log-probabilities were planned
@@ -149,6 +157,8 @@ class Sequence:
 
     def _chunk_of(self, limit: int) -> int:
         """Return the most tokens of a next row of at most `limit`, which may still end inside media."""
+        if self.halved:
+            return self.halved
         end = self.num_computed + min(limit, self.num_uncomputed, self.max_chunk)
         if self.is_scored_next:
             end = min(end, max(self.num_computed + MAX_SCORED_CHUNK, self.num_computed + self.min_chunk))
@@ -171,6 +181,8 @@ class Sequence:
 
     def chunk_within(self, limit: int) -> int:
         """Return the largest chunk of at most `limit` tokens, or 0 if none fits. It never ends inside a whole media span."""
+        if self.halved:
+            return self.halved if self.halved <= limit else 0
         chunk = self.ready_part(self.num_computed, self._chunk_of(limit))
         if self.request.media and (span := self._whole_span_at(self.num_computed + chunk)) is not None:
             return max(0, span.start - self.num_computed)
@@ -178,7 +190,9 @@ class Sequence:
 
     @property
     def min_chunk(self) -> int:
-        """The smallest next chunk, which is one token or a whole media span."""
+        """The smallest next chunk, which is one token, a whole media span, or a chunk of which half of the layers have run."""
+        if self.halved:
+            return self.halved
         span = self._whole_span_at(self.num_computed + 1) if self.request.media else None
         return 1 if span is None else span.end - self.num_computed
 
@@ -324,15 +338,86 @@ class Sequence:
         if self.is_running:
             self.num_computed, self.num_proposed = len(self.tokens) - 1, 0
             self.release_beyond(page_allocator)
+        elif self.parked:
+            self.num_computed = self.parked_len = min(self.parked_len, len(self.tokens) - 1)
+
+    def keep_drafts(self, num_accepted: int, num_proposed: int, page_allocator: PageAllocator, *, has_spare: bool) -> None:
+        """Count accepted drafts as computed. `has_spare` means that it may hold pages for others, which were rejected.
+
+        If it was preempted, its tokens count, but it has no pages.
+        """
+        if not self.is_running:
+            return
+        self.num_computed += num_accepted
+        if not self.rows_in_flight:  # otherwise its next row was planned with these proposals and pages for all of them
+            self.num_proposed = num_proposed
+            if has_spare:
+                self.release_beyond(page_allocator)
 
     def release_all(self, page_allocator: PageAllocator) -> None:
-        """Give back every page and start from nothing."""
+        """Give back every page and start from nothing, or from what is parked."""
         for pages in self.groups:
             page_allocator.give_back(pages.held)
             pages.reset(0, [])
             pages.stored_from = 0
-        self.num_computed = self.num_resumed = self.num_proposed = self.unchanged_until = 0
+        self.num_computed = self.parked_len
+        self.num_resumed = self.num_proposed = self.unchanged_until = self.halved = 0
         self.resume_lengths = ()
+
+    def park(self, page_allocator: PageAllocator) -> bool:
+        """Have the pages saved in host memory with the next plan. Call this before they are given back.
+
+        Return False and change nothing if they do not fit or if it is not worth it. Drafts in flight are forgotten. A row in
+        flight may draw no token, and then its last token is computed again, so the pages must also serve for that.
+        """
+        host, earliest = page_allocator.host, min(self.num_computed, len(self.tokens) - 1)
+        if self.num_computed < MIN_PARKED:
+            return False
+        parts = [part for pages in self.groups if (part := pages.to_go_on(earliest, self.num_computed)) is not None]
+        if len(parts) < len(self.groups) or sum(len(part) for _, part in parts) > host.num_free:
+            return False
+        if any(page_allocator.is_awaiting_copy(part) for _, part in parts):
+            return False
+        self.parked = tuple(
+            ParkedPages(first, host.save(part), pages.stored_from)
+            for pages, (first, part) in zip(self.groups, parts, strict=True)
+        )
+        self.parked_len = self.num_computed
+        return True
+
+    def unpark(self, page_allocator: PageAllocator) -> None:
+        """Forget what is parked, if anything. All tokens are computed again."""
+        for parked in self.parked:
+            page_allocator.host.give_back(parked.host_pages)
+        self.parked, self.parked_len = (), 0
+        if not self.is_running:
+            self.num_computed = 0
+
+    def return_to_pages(self, page_allocator: PageAllocator) -> bool:
+        """Take pages for those that are parked. Return False and change nothing if they do not fit."""
+        parts = self._parts_to_load()
+        if sum(len(part) for _, part in parts) > page_allocator.available:
+            return False
+        for pages, parked, (first, part) in zip(self.groups, self.parked, parts, strict=True):
+            pages.reset(first, page_allocator.take(len(part)))
+            pages.stored_from = parked.stored_from
+        self.num_computed = self.num_resumed = self.parked_len
+        return True
+
+    def load_parked(self, page_allocator: PageAllocator) -> None:
+        """Have the pages loaded from host memory with the next plan, which has the sequence's first row."""
+        for pages, (_, part) in zip(self.groups, self._parts_to_load(), strict=True):
+            page_allocator.host.load(part, pages.pages[: len(part)])
+        self.unpark(page_allocator)
+
+    def _parts_to_load(self) -> list[tuple[int, list[int]]]:
+        """Return for each group the parked pages that are needed to go on, and the first's number."""
+        parts = []
+        for pages, parked in zip(self.groups, self.parked, strict=True):
+            first = pages.group.first_visible(self.parked_len) // pages.page_tokens
+            end = pages.group.pages_for(self.parked_len)
+            parts.append((first, parked.host_pages[first - parked.first : end - parked.first]))
+        return parts
 
     def resume_from(self, point: ResumePoint, length: int, page_allocator: PageAllocator) -> bool:
         """Begin with the first `length` tokens computed. Share full pages, and copy the pages it will write to.

@@ -23,6 +23,9 @@ class Counters:
     step_tokens: int = 0  # new tokens of all steps, of prompts and outputs
     steps_at: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # steps by number of tokens
     preemptions: int = 0
+    parked: int = 0  # those whose pages were saved in host memory
+    restored: int = 0  # those that went on from there
+    restored_tokens: int = 0  # computed tokens that they did not compute again
     forks: int = 0
     cancelled: int = 0
     timed_out: int = 0
@@ -41,6 +44,7 @@ class Counters:
     restart_hit_tokens: int = 0
     encoded_items: int = 0  # images, video frames and clips of audio that towers encoded
     encoded_tokens: int = 0  # their soft tokens
+    halved_chunks: int = 0  # chunks with images that ran in two steps, half of the layers each
     feature_hits: int = 0  # media in prompts whose features an earlier chunk had already used
     drafted_at: list[int] = field(default_factory=list)  # verified drafts by position in a round, from 0
     accepted_at: list[int] = field(default_factory=list)  # accepted drafts by position
@@ -50,6 +54,11 @@ class Counters:
         self.steps += 1
         self.step_tokens += num_tokens
         self.steps_at[bisect_left(STEP_TOKENS, num_tokens)] += 1
+
+    def count_preemption(self, *, is_parked: bool) -> None:
+        """Count one sequence that was preempted."""
+        self.preemptions += 1
+        self.parked += is_parked
 
     def count_end(self, reason: FinishReason) -> None:
         """Count one sequence that has ended."""
@@ -119,6 +128,8 @@ class SchedulerStats:
     num_features: int = 0  # images, video frames and clips of audio whose features are cached
     feature_bytes: int = 0  # size of these features
     num_tokens: int = 0  # of running and waiting sequences: prompts, and what is drawn so far
+    num_host_pages: int = 0  # pages in host memory
+    num_free_host_pages: int = 0
 
 
 def take_snapshot(
@@ -143,4 +154,6 @@ def take_snapshot(
         num_features=0 if features is None else features.num_held,
         feature_bytes=0 if features is None else features.num_bytes,
         num_tokens=sum(len(seq.tokens) for seq in (*running, *waiting)),
+        num_host_pages=allocator.host.num_pages,
+        num_free_host_pages=allocator.host.num_free,
     )

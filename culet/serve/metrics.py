@@ -375,6 +375,11 @@ class _EngineReport(_Families):
         )
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", counts.prefix_hit_tokens)
         yield self._counter("vllm:num_preemptions", "Sequences that were preempted.", counts.preemptions)
+        text = "Preempted sequences whose KV was saved in host memory."
+        yield self._counter("culet:parked_sequences", text, counts.parked)
+        yield self._counter("culet:restored_sequences", "Sequences that went on with KV from host memory.", counts.restored)
+        text = "Tokens of these sequences that were not computed again."
+        yield self._counter("culet:restored_tokens", text, counts.restored_tokens)
         yield self._counter("vllm:spec_decode_num_drafts", "Verify steps.", counts.verifies)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified.", counts.drafted_tokens)
         yield self._counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", counts.accepted_tokens)
@@ -391,6 +396,8 @@ class _EngineReport(_Families):
         yield self._gauge("culet:engine_memory_bytes", "Resident memory of the engine process.", stats.memory_bytes)
         yield self._gauge("culet:kv_pages", "Pages in the KV cache, over all groups.", now.num_pages)
         yield self._gauge("culet:kv_free_pages", "Free pages in the KV cache.", now.num_free_pages)
+        yield self._gauge("culet:host_pages", "Pages in host memory, for preempted sequences.", now.num_host_pages)
+        yield self._gauge("culet:host_free_pages", "Free pages in host memory.", now.num_free_host_pages)
         yield self._gauge("culet:kv_resume_point_pages", "Pages held only by resume points.", now.num_resume_point_pages)
         yield self._gauge("culet:kv_resume_points", "Resume points in the prefix cache.", now.num_resume_points)
         yield self._gauge_by(

@@ -26,6 +26,7 @@ from culet.log import logger
 from culet.media.items import MediaItem
 from culet.media.reader import MediaReader
 from culet.models.checkpoint import open_checkpoint
+from culet.models.quantised.head import check_head
 from culet.models.quantised.part_bytes import check_shares
 from culet.serve.answers.limits import AnswerLimits
 from culet.serve.answers.stored import StoredResponses
@@ -117,7 +118,9 @@ class Service:
         self.checkpoint = open_checkpoint(config.model.model, config.model.revision)
         spec, folder = self.checkpoint.spec, self.checkpoint.folder
         num_ranks = config.parallel.tensor_parallel_size
-        check_shares(spec, self.checkpoint.config, config.model.quantization, num_ranks)  # before an engine is started
+        # These raise before an engine is started.
+        check_shares(spec, self.checkpoint.config, config.model.quantization, num_ranks)
+        check_head(spec, self.checkpoint.config, config.model.head_quantization, config.model.model)
         is_random = self.checkpoint.random is not None
         is_skipped = config.model.skip_tokenizer_init
         vocabulary = self.checkpoint.tokenizer_folder

@@ -36,6 +36,11 @@ class FakeRank:
         token = plan.step_id + (self.index if plan.step_id == self.odd_step else 0)
         return FakeStep(StepResult(plan.step_id, (Drawn(0, (token,)),)))
 
+    @property
+    def num_host_pages(self) -> int:
+        """Each rank has allocated more than the one before it."""
+        return 5 + self.index
+
     def device_seconds(self) -> Mapping[str, float]:
         return {"verify": float(self.index), "draft": 0.0}
 

@@ -22,8 +22,9 @@ from culet.parallel.group import RankGroup
 from culet.parallel.rank import ONLY_RANK
 from culet.parallel.reduce.choice import LIBRARY_ALONE
 from culet.runner.worker import ProcessWorker
+from culet.scheduler.stats import SchedulerStats
 from culet.types import FinishReason, GrammarSpec, SamplingParams
-from tests.parallel.jobs import prompt
+from tests.parallel.jobs import prompt, small_cache
 
 DRAFTS = {"method": "mtp", "model": "random:", "num_speculative_tokens": 2, "adaptive": False, "probe": False}
 
@@ -77,6 +78,34 @@ def test_one_scheduler_for_two_ranks(model_of: Callable[[str], str]) -> None:
         assert counters.drafted_tokens > 0
     finally:
         engine.close()
+
+
+def test_parked_sequences(model_of: Callable[[str], str]) -> None:
+    """Each rank saves its part of a sequence's pages in host memory. One scheduler counts the pages that all have."""
+    given: dict[str, Any] = {"model": model_of("12B"), "device": "cpu", "max_model_len": 160, "max_num_batched_tokens": 64}
+    given |= {"max_num_seqs": 4, "async_scheduling": True, "enable_prefix_caching": False}
+
+    def run(**changes: Any) -> tuple[list[list[int]], SchedulerStats]:
+        """Return the outputs of four requests and the counts."""
+        engine = Engine(build_config(given | changes), progress=False)
+        out: list[list[int]] = [[] for _ in range(4)]
+        try:
+            for number in range(len(out)):
+                params = SamplingParams(temperature=number % 2, seed=number, max_tokens=40, ignore_eos=True)
+                engine.add(engine.rules.make_request(str(number), prompt(66, number), params))
+            while engine.has_work:
+                for delta in engine.step():
+                    assert delta.finish_reason is not FinishReason.ERROR, delta
+                    out[int(delta.request_id)] += delta.token_ids
+            return out, engine.stats()
+        finally:
+            engine.close()
+
+    small = small_cache(given | {"tensor_parallel_size": 2}, 1)
+    found, stats = run(tensor_parallel_size=2, kv_cache_memory_bytes=small)
+    assert found == run()[0]
+    assert stats.counters.parked == stats.counters.restored == stats.counters.preemptions > 0
+    assert stats.num_free_host_pages == stats.num_host_pages > 0
 
 
 def test_kernels_that_ranks_compile(

@@ -57,6 +57,7 @@ def test_steps(tmp_path: Path) -> None:
         steps = [worker.launch(plan(step_id)) for step_id in range(4)]
         assert [step.result().drawn[0].token_ids for step in steps] == [(0,), (1,), (2,), (3,)]
         assert worker.device_seconds()["verify"] == 0.0
+        assert worker.num_host_pages == 5  # what every rank has
         assert sorted(path.name for path in tmp_path.iterdir()) == [f"{step}.{rank}" for step in range(4) for rank in range(3)]
 
 

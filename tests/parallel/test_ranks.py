@@ -121,9 +121,11 @@ def drafted(choice: dict[str, Any]) -> dict[str, Any]:
     return {**SMALL, "speculative_config": json.dumps(choice)}
 
 
+FULL = [[Asked(prompt(66, seed), 64) for seed in range(4)]]
 CASES: dict[str, tuple[dict[str, Any], list[list[Asked]]]] = {
     "greedy and sampled": (SMALL, [LONG, SAMPLED]),
-    "preemption": (SMALL | {"enable_prefix_caching": False}, [[Asked(prompt(66, seed), 64) for seed in range(4)]]),
+    "preemption": (SMALL | {"enable_prefix_caching": False, "swap_space": 0}, FULL),
+    "parking": (SMALL | {"enable_prefix_caching": False}, FULL),
     "prefix hits": (SMALL, SHARED),
     "mtp": (drafted(MTP), [LONG, SAMPLED]),
     "mtp at its own position": (drafted(MTP | {"position": "hf"}), [LONG]),
@@ -133,11 +135,13 @@ CASES: dict[str, tuple[dict[str, Any], list[list[Asked]]]] = {
     "fp8 cache": (SMALL | {"kv_cache_dtype": "fp8"}, [LONG]),
     "int4": (SMALL | {"quantization": "int4"}, [LONG]),
     "fp8": (SMALL | {"quantization": "fp8"}, [LONG]),
+    "fp8 head": (SMALL | {"head_quantization": "fp8"}, [LONG]),
+    "int4 head": (SMALL | {"quantization": "fp8", "head_quantization": "int4"}, [LONG]),
 }
 SHORT, WHOLE = 17, 64  # most tokens of an answer. A short one still crosses a run and a page.
 OFTEN = [
     ("greedy and sampled", "12B", 2, SHORT),
-    *((name, "12B", 2, SHORT) for name in ("preemption", "prefix hits", "mtp")),
+    *((name, "12B", 2, SHORT) for name in ("preemption", "parking", "prefix hits", "mtp", "int4 head")),
 ]
 RARELY = [(name, shape, size, WHOLE) for name in CASES for shape in jobs.SHAPES for size in (2, 4)]
 EVERY = OFTEN + [pytest.param(*case, marks=pytest.mark.slow) for case in RARELY if case not in OFTEN]
@@ -149,15 +153,19 @@ def test_the_same_output(ranks_of: RanksOf, model_of: ModelOf, name: str, shape:
     rounds = [[replace(asked, max_tokens=min(asked.max_tokens, most_tokens)) for asked in requests] for requests in rounds]
     settings = {"model": model_of(shape), **settings}
     ranks_settings = settings | {"tensor_parallel_size": size}
-    if name == "preemption":  # too few pages for all sequences. One process and its ranks have slabs of different sizes.
+    if name in (
+        "preemption",
+        "parking",
+    ):  # too few pages for all sequences. One process and its ranks have slabs of different sizes.
         num_more = 2 if shape == "31B" else 1  # With one, its fourth sequence waits and none is preempted.
         settings = settings | {"kv_cache_memory_bytes": jobs.small_cache(settings, num_more)}
         ranks_settings = ranks_settings | {"kv_cache_memory_bytes": jobs.small_cache(ranks_settings, num_more)}
     want, counters = jobs.run_engine(None, settings, rounds)
     for found, own_counters in ranks_of(size).run(jobs.run_engine, ranks_settings, rounds):
         assert found == want
-        if name == "preemption":
+        if name in ("preemption", "parking"):
             assert min(counters.preemptions, own_counters.preemptions) > 0
+            assert (own_counters.parked, own_counters.restored) == (own_counters.preemptions * (name == "parking"),) * 2
         if name == "prefix hits":
             assert own_counters.prefix_hit_tokens == counters.prefix_hit_tokens > 200
         if "speculative_config" in settings:

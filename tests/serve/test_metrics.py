@@ -51,6 +51,11 @@ NAMES = (
     "culet:kv_group_usage_perc",
     "culet:kv_resume_points",
     "culet:kv_resume_point_pages",
+    "culet:host_pages",
+    "culet:host_free_pages",
+    "culet:parked_sequences_total",
+    "culet:restored_sequences_total",
+    "culet:restored_tokens_total",
     "culet:engine_up",
     "culet:kernels_compiled_total",
 )

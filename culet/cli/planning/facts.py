@@ -19,6 +19,7 @@ from culet.layers.weight.quantised.scheme import GGUF, is_widened, kind_of
 from culet.media.items import MediaKind
 from culet.models.folder import read_config
 from culet.models.quantised.config import read_quantisation
+from culet.models.quantised.head import check_head
 from culet.models.quantised.part_bytes import check_columns, check_shares, part_bytes
 from culet.models.sizes import (
     Room,
@@ -80,6 +81,11 @@ class Facts:
         return "+".join(kinds) or kind_of("int", quantisation.num_bits)
 
     @property
+    def head_precision(self) -> str:
+        """The precision that the head is quantised to, or auto."""
+        return self.config.model.head_quantization
+
+    @property
     def num_ranks(self) -> int:
         return self.config.parallel.tensor_parallel_size
 
@@ -100,6 +106,7 @@ def gather(model: str, gpu_name: str, config: Config, seq_lens: Sequence[int] = 
     if config.model.quantization != "auto" and read_quantisation(values) is not None:
         problem = f"quantization: got {config.model.quantization}, but {name} is already quantised"
         raise ConfigError(problem, hint="omit --quantization")
+    check_head(spec, values, config.model.head_quantization, name)
     gpu = find_gpu(gpu_name)
     auto = "bfloat16" if gpu.arch.has_bfloat16 else "float32"
     dtype = auto if config.model.dtype == "auto" else config.model.dtype
@@ -179,6 +186,7 @@ def report(facts: Facts) -> dict[str, Any]:
         "settings": {
             "dtype": facts.dtype,
             "quantization": facts.precision,
+            "head_quantization": facts.head_precision,
             "kv_cache_dtype": facts.kv_dtype,
             "latent": facts.latent,
             "gpu_memory_utilization": facts.config.cache.gpu_memory_utilization,
@@ -233,11 +241,16 @@ def draft_bytes(facts: Facts) -> int:
     return 0 if facts.drafter is None else facts.drafter.weight_bytes(_ITEMSIZES[facts.dtype])
 
 
+def _part_bytes(facts: Facts, num_ranks: int) -> dict[str, int]:
+    itemsize, precision = _ITEMSIZES[facts.dtype], facts.config.model.quantization
+    return part_bytes(facts.spec, facts.values, itemsize, precision, num_ranks, head_precision=facts.head_precision)
+
+
 def weights_of(facts: Facts) -> dict[str, Any]:
     """Return the parameters and bytes of each part of the text decoder and the towers."""
     each = bytes_per_value(_ITEMSIZES[facts.dtype])
     text, towers, loaded = text_weights(facts.spec), facts.towers.num_weights, facts.loaded_towers.num_weights
-    sizes = part_bytes(facts.spec, facts.values, _ITEMSIZES[facts.dtype], facts.config.model.quantization)
+    sizes = _part_bytes(facts, 1)
     return {
         "text": {part: {"parameters": count, "bytes": sizes[part]} for part, count in text.items()},
         "towers": {
@@ -251,8 +264,7 @@ def weights_of(facts: Facts) -> dict[str, Any]:
 
 def shares_of(facts: Facts, *, text_only: bool = False) -> list[Share]:
     """Return how ranks share the weights of the text decoder, the drafter and, unless `text_only`, the loaded towers."""
-    precision = facts.config.model.quantization
-    sizes = part_bytes(facts.spec, facts.values, _ITEMSIZES[facts.dtype], precision, facts.num_ranks)
+    sizes = _part_bytes(facts, facts.num_ranks)
     shares = weight_shares(facts.spec, facts.layout, sizes, facts.num_ranks)
     drafter = facts.drafter
     size = 0 if drafter is None else drafter.weight_bytes(_ITEMSIZES[facts.dtype], facts.layout)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from culet import hardware
 from culet.config import Config
 from culet.engine.drafting import PROBE_PROMPT, TIMED_SEQS, ReadBytes, draft_policy, run_probe
 from culet.engine.requests import ChatMarks, RequestRules
@@ -25,7 +26,9 @@ from culet.engine.start.worker import (
     tower_kinds,
 )
 from culet.limits import Limits
+from culet.log import chose
 from culet.media.reader import MediaReader
+from culet.models.sizes import weights_per_token
 from culet.runner.worker import Worker
 from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.media.features import FeatureLedger
@@ -36,6 +39,7 @@ from culet.text.tokenizer import Tokenizer
 from culet.types import Request, SamplingParams
 
 CPU_MAX_NEW_GRAMMARS = 8
+HALVED_S = 0.012  # running answers wait noticeably for a step that is longer by this
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,25 @@ def _make_scheduler(setup: Setup, built: BuiltWorker) -> Scheduler:
         plans_open=setup.has_graphs and max_drafts > 0,
         on_cpu=not setup.is_gpu,
         features=_make_features(setup),
+        halve_from=halve_from(setup),
     )
+
+
+def halve_from(setup: Setup) -> int:
+    """Return from how many tokens on a chunk with an image runs in two steps, or 0 if none does.
+
+    The products of such a chunk alone take `HALVED_S`. With shared KV, per-layer embeddings or a drafter, the stream after
+    half of the layers is not all that the others need. Several ranks and CPUs were not measured.
+    """
+    spec = setup.spec
+    is_simple = setup.rank.size == 1 and setup.draft_plan is None and not spec.ple_dim and all(s.owns_kv for s in spec.layers)
+    has_images = spec.image_attention != "causal" and tower_kinds(setup)
+    if not (is_simple and has_images and setup.is_gpu and setup.config.schedule.max_step_ms):
+        return 0
+    rates = hardware.arch_of(hardware.capability_of(setup.device)).rates
+    least = max(2, int(HALVED_S * rates.flops_per_s / (2 * weights_per_token(spec))))
+    chose("chunks with images", f"in two steps from {least} tokens on", f"their products take {1e3 * HALVED_S:g} ms")
+    return least
 
 
 def _make_draft_policy(setup: Setup, read: ReadBytes | None) -> DraftPolicy | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from culet.cache.pool import Pool
+from culet.cache.pool import HostPool, Pool
 from culet.config import NCCL, build_config
 from culet.drafters.base import Drafter
 from culet.engine import memory
@@ -125,7 +125,10 @@ def _read_elsewhere(setup: Setup) -> ReadBytes | None:
     if setup.draft_plan is None:
         return None
     itemsize = setup.dtype.itemsize
-    sizes = part_bytes(setup.spec, setup.checkpoint.config, itemsize, setup.config.model.quantization)
+    chosen = setup.config.model
+    sizes = part_bytes(
+        setup.spec, setup.checkpoint.config, itemsize, chosen.quantization, head_precision=chosen.head_quantization
+    )
     return ReadBytes.of_specs(setup.spec, setup.draft_plan, itemsize, sizes).shared_by(setup.rank.size)
 
 
@@ -230,6 +233,7 @@ def _load(setup: Setup, times: StartTimes, *, progress: bool, group: RankGroup |
             device=setup.device,
             latent=latent,
             quantization=setup.config.model.quantization,
+            head_quantization=setup.config.model.head_quantization,
             progress=progress,
             group=group,
         )
@@ -354,6 +358,8 @@ def _make_runner(
         raise explain_not_finite(setup.checkpoint.folder)
     with times.part("KV cache"):
         pool = Pool(setup.layout, num_slabs, setup.dtype, setup.device, has_spare=setup.is_gpu)
+    num_caches = setup.rank.size, setup.num_engines
+    num_host_pages = memory.num_host_pages(setup.layout, num_slabs, setup.config.cache.swap_space, *num_caches)
     max_num_seqs = setup.config.schedule.max_num_seqs
     runner = Runner(
         model,
@@ -363,6 +369,7 @@ def _make_runner(
         max_model_len=max_model_len,
         drafter=drafter,
         compile_count=device.compile_count,
+        host_pool=HostPool(setup.layout.slab_bytes, num_host_pages, setup.device),
     )
     if setup.has_graphs:
         with times.part("graphs"):

@@ -106,6 +106,11 @@ def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap:
     return Candidates(head(x_RD, table_VD) if cap is None else capped_head(x_RD, table_VD, cap), None)
 
 
+def peaks(logits_RV: Tensor) -> Candidates:
+    """Return candidates that include the best token of each row, given its logits."""
+    return Candidates(logits_RV, None)
+
+
 def cluster_candidates(z_RD: Tensor, table_VD: Tensor, ids_MJ: Tensor, chosen_RK: Tensor) -> Candidates:
     """Score the J tokens in each of a row's K clusters by z @ table, in float32. Table rows are in the order of `ids_MJ`."""
     (rows, size), (_, each) = z_RD.shape, ids_MJ.shape

@@ -11,7 +11,9 @@ The tensors of each format, for a weight [out, in]. Experts have a leading dimen
 
 Scales of int4 and int8 are bfloat16, float16 (from GGUF) or float32. `zero` has the shape of the scale and holds the zero point
 as it is stored, that is plus 8, so W = (nibble - zero) * scale. Without one, the zero point is 8. `global_scale` multiplies. It
-is [out, 1], because the projections of a merged matrix have different ones, or a scalar.
+is [out, 1], because the projections of a merged matrix have different ones, or a scalar. Files of compressed-tensors divide by
+it instead: `divisor` is then what they store, and the twin divides, so that its weights are exactly those of the file. Kernels
+always multiply, which changes a weight by less than the rounding to bfloat16.
 
 Shapes: T tokens · I inputs · O outputs · F MLP width · E experts · K experts per token.
 """
@@ -75,10 +77,11 @@ def dequantise_fp8(weight: Tensor, scale: Tensor) -> Tensor:
     return weight.float() * scale
 
 
-def dequantise_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+def dequantise_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, divisor: Tensor | None) -> Tensor:
     """Return the float32 weight [..., out, in]."""
     nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-    return _scaled(_e2m1_values(packed.device)[nibbles.long()], scale.float() * global_scale)
+    scale = scale.float() * global_scale if divisor is None else scale.float() / divisor
+    return _scaled(_e2m1_values(packed.device)[nibbles.long()], scale)
 
 
 def dequantise(weight: QuantisedWeight) -> Tensor:
@@ -119,9 +122,15 @@ def capped_head(x_TI: Tensor, weight: QuantisedWeight, cap: float | None) -> Ten
     return softcap(F.linear(x_TI.float(), dequantise(weight)), cap)
 
 
-def rows(ids_T: Tensor, weight: Int4Weight | Int8Weight) -> Tensor:
-    """Return the rows with these ids as float32 [T, I]."""
-    return dequantise(part_of(weight, ids_T))
+def look_up(ids_T: Tensor, weight: QuantisedWeight, first_row: int, columns: slice, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return some columns of the rows with these ids, rounded to `dtype` and then multiplied by `scale`.
+
+    `weight` holds the rows from `first_row` on. Rows that it does not hold are zeros.
+    """
+    local_T = ids_T - first_row
+    is_held_T = (local_T >= 0) & (local_T < weight[0].shape[0])
+    rows_TI = dequantise(part_of(weight, local_T.where(is_held_T, 0)))[:, columns]
+    return (rows_TI.to(dtype) * scale).masked_fill_(~is_held_T[:, None], 0.0)
 
 
 def experts(x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: QuantisedWeight, down: QuantisedWeight) -> Tensor:

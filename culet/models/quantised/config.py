@@ -218,7 +218,7 @@ def _read_scheme(config: Mapping[str, Any], where: str, written: str, weights: M
     if weights.get("actorder") not in (None, False, "static", "weight"):
         raise _error(config, where, f"actorder is {weights['actorder']!r}, and Culet reads only columns in their own order")
     if written == _NVFP4:
-        return Scheme(kind_of("float", 4))
+        return Scheme(kind_of("float", 4), has_divisor=True)
     if written == _FLOAT:
         scales = {"channel": "channel", "tensor": "tensor", "block": "block"}.get(str(strategy))
         if (bits, kind) != (8, "float") or scales is None:

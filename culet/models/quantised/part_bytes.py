@@ -14,12 +14,12 @@ from culet.errors import CheckpointError, ConfigError
 from culet.layers.weight.byte_sizes import bytes_per_value
 from culet.layers.weight.quantised.scheme import Scheme, rounding_of
 from culet.models.quantised.config import Quantisation, read_quantisation
+from culet.models.quantised.head import AUTO, HEAD, TABLE, head_rounding, stored_name
 from culet.models.sizes import check_ranks, text_weights
 from culet.models.spec import LayerSpec, ModelSpec
 
 _EXPERTS = "routed experts"
 _FLOAT32_BYTES = 4
-_HEAD = "lm_head"  # the only module whose name has no prefix
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Linear:
 def linears(spec: ModelSpec) -> Iterator[Linear]:
     """Yield every linear module and table that can be quantised. The router is not among them."""
     hidden, vocab_size = spec.hidden_size, spec.vocab_size
-    yield Linear("token embedding", "embed_tokens", vocab_size, hidden, most_parts=vocab_size, is_table=True)
+    yield Linear("token embedding", TABLE, vocab_size, hidden, most_parts=vocab_size, is_table=True)
     if spec.has_head:
-        yield Linear("head", _HEAD, vocab_size, hidden, most_parts=vocab_size)
+        yield Linear("head", HEAD, vocab_size, hidden, most_parts=vocab_size)
     if spec.ple_dim:
         width = len(spec.layers) * spec.ple_dim
         yield Linear("per-layer embeddings", "embed_tokens_per_layer", spec.ple_vocab_size, width, is_table=True)
@@ -83,25 +83,28 @@ def _other_linears(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterator[L
         yield Linear(part, f"{prefix}experts.0.down_proj", hidden, width, count, most_parts=width, has_column_parts=True)
 
 
-def _prefix(config: Mapping[str, Any]) -> str:
-    """Return what the names of the decoder's modules begin with."""
-    return "model.language_model." if "text_config" in config else "model."
-
-
 def part_bytes(
-    spec: ModelSpec, config: Mapping[str, Any], itemsize: int, precision: str = "auto", num_ranks: int = 1
+    spec: ModelSpec,
+    config: Mapping[str, Any],
+    itemsize: int,
+    precision: str = AUTO,
+    num_ranks: int = 1,
+    *,
+    head_precision: str = AUTO,
 ) -> dict[str, int]:
     """Return the bytes of each part of the text decoder on each of `num_ranks` ranks.
 
-    `config` is the checkpoint's config.json, and `precision` the one that plain weights are quantised to. `itemsize` is that of
-    activations, which plain weights share.
+    `config` is the checkpoint's config.json. `precision` and `head_precision` are those that plain weights and the head are
+    quantised to. `itemsize` is that of activations, which plain weights share.
     """
-    quantisation, prefix = read_quantisation(config), _prefix(config)
-    scale_bytes = (None if quantisation is None else quantisation.scale_bytes) or itemsize
+    quantisation, head = read_quantisation(config), head_rounding(spec, head_precision)
+    stored_scale = (None if quantisation is None else quantisation.scale_bytes) or itemsize
     sizes, others = dict.fromkeys(text_weights(spec), 0.0), text_weights(spec)
     for linear in linears(spec):
         rows, columns = linear.shape_of_rank(num_ranks)
-        scheme = _scheme(prefix, linear, quantisation, precision)
+        is_head = head is not None and linear.name == head.name
+        scheme = head.scheme if head is not None and is_head else _scheme(config, linear, quantisation, precision)
+        scale_bytes = itemsize if is_head else stored_scale
         plain = rows * columns * bytes_per_value(itemsize)
         sizes[linear.part] += linear.count * (plain if scheme is None else scheme.num_bytes(rows, columns, scale_bytes))
         others[linear.part] -= linear.count * linear.num_rows * linear.num_columns
@@ -109,11 +112,11 @@ def part_bytes(
     return {part: round(size + _FLOAT32_BYTES * others[part]) for part, size in sizes.items()}
 
 
-def _scheme(prefix: str, linear: Linear, quantisation: Quantisation | None, precision: str) -> Scheme | None:
+def _scheme(config: Mapping[str, Any], linear: Linear, quantisation: Quantisation | None, precision: str) -> Scheme | None:
     """Return the scheme of a module in memory, or None if it is plain."""
     if quantisation is not None:
-        return quantisation.scheme_of(linear.name if linear.name == _HEAD else prefix + linear.name)
-    if precision == "auto" or linear.is_table:
+        return quantisation.scheme_of(stored_name(config, linear.name))
+    if precision == AUTO or linear.is_table:
         return None
     rounding = rounding_of(precision)
     fits = rounding.fits(linear.num_columns) and (linear.part != _EXPERTS or rounding.fits(linear.num_rows))
@@ -125,13 +128,14 @@ def check_columns(spec: ModelSpec, config: Mapping[str, Any]) -> None:
 
     The loader asks the stored tensors instead, because a module may be plain although the config says otherwise.
     """
-    quantisation, prefix = read_quantisation(config), _prefix(config)
+    quantisation = read_quantisation(config)
     for linear in linears(spec):
-        scheme = _scheme(prefix, linear, quantisation, "auto")
+        scheme = _scheme(config, linear, quantisation, AUTO)
         if scheme is None:
             continue
         if scheme.group and linear.num_columns % scheme.group:
-            problem = f"{prefix}{linear.name} has {linear.num_columns} columns, which groups of {scheme.group} do not divide"
+            name = stored_name(config, linear.name)
+            problem = f"{name} has {linear.num_columns} columns, which groups of {scheme.group} do not divide"
             raise CheckpointError(problem, hint="group_size in config.json is wrong, or the tensor is cut off")
         if linear.part == _EXPERTS and scheme.scales == "block":
             _check_blocks(linear, scheme.column_unit)
@@ -166,15 +170,15 @@ def check_groups(spec: ModelSpec, config: Mapping[str, Any], precision: str, num
     raise ConfigError(
         f"tensor-parallel-size: got {num_ranks}, but a rank's {held} of the {linear.num_columns} columns of {linear.name} "
         f"are not whole groups of {unit}",
-        hint=f"{hint}, or {'another checkpoint' if precision == 'auto' else '--quantization fp8'}",
+        hint=f"{hint}, or {'another checkpoint' if precision == AUTO else '--quantization fp8'}",
     )
 
 
 def _cut_group(spec: ModelSpec, config: Mapping[str, Any], precision: str, num_ranks: int) -> tuple[Linear, int, int] | None:
     """Return the first module whose groups of columns ranks would cut, how many columns each holds, and the group's size."""
-    quantisation, prefix = read_quantisation(config), _prefix(config)
+    quantisation = read_quantisation(config)
     for linear in linears(spec):
-        scheme = _scheme(prefix, linear, quantisation, precision)
+        scheme = _scheme(config, linear, quantisation, precision)
         unit, (_, held) = 1 if scheme is None else scheme.column_unit, linear.shape_of_rank(num_ranks)
         if held < linear.num_columns and held % unit:
             return linear, held, unit

@@ -29,7 +29,7 @@ from culet.kernels.replay import replayed
 from culet.layers.weight.base import Weight
 from culet.models.gemma4 import Gemma4
 from culet.models.pieces import DIRECT, Pieces, TailInputs, TailLayers, TokenInputs
-from culet.models.sizes import text_weights
+from culet.models.sizes import weights_per_token
 from culet.models.spec import ModelSpec
 from culet.runner.fill import fill
 from culet.runner.fixed.page_tables import DeviceTables
@@ -51,13 +51,9 @@ def prompt_sizes(spec: ModelSpec, expert_bytes: int, limit: int, arch: Arch) -> 
 
     `expert_bytes` are those of all routed experts. Even a short prompt reads each of them, for few tokens each.
     """
-    weights = text_weights(spec)
-    used, layer_seconds = weights["attention"] + weights["dense MLP"], LAYER_SECONDS
-    if spec.moe is not None:
-        used += weights["routed experts"] * spec.moe.top_k // spec.moe.num_experts
-        layer_seconds += EXPERTS_SECONDS
+    layer_seconds = LAYER_SECONDS + (0 if spec.moe is None else EXPERTS_SECONDS)
     spare = len(spec.layers) * layer_seconds - expert_bytes / arch.rates.bytes_per_s
-    longest = spare * arch.rates.flops_per_s / (2 * used)
+    longest = spare * arch.rates.flops_per_s / (2 * weights_per_token(spec))
     return tuple(size for size in SIZES if size <= min(limit, longest))
 
 
@@ -88,9 +84,11 @@ class FixedPrompts:
 
     def pieces_for(self, batch: ForwardBatch) -> Pieces:
         """Return the smallest pieces that hold the tokens of a step with prompts."""
-        if batch.tail is None:  # decode or verify
-            return DIRECT
-        return next((self._pieces[size] for size in self.sizes if size >= batch.num_tokens), DIRECT)
+        return DIRECT if batch.tail is None else self.smallest(batch.num_tokens)  # without a tail, it is decode or verify
+
+    def smallest(self, num_tokens: int) -> Pieces:
+        """Return the smallest pieces that hold so many tokens."""
+        return next((self._pieces[size] for size in self.sizes if size >= num_tokens), DIRECT)
 
     @torch.inference_mode()
     def rehearse(self, size: int) -> None:
@@ -183,6 +181,18 @@ class PaddedPieces(Pieces):
         self._next += 1
         graph.replay()
         return result
+
+    def skip(self, num_pieces: int, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        count = self._num_tokens
+        if self._graphs:
+            self._next += num_pieces
+            padded = self._graphs[self._next - 1][1]  # the memory that the next piece reads
+        else:
+            padded = tuple([tensor.new_empty(self.size, *tensor.shape[1:]) for tensor in results])
+        for tensor_U, tensor_T in zip(padded, results, strict=True):
+            tensor_U[:count].copy_(tensor_T)
+            tensor_U[count:].zero_()  # not what other pieces have left there, which may be no numbers
+        return padded
 
     def pad(self, tensor_T: Tensor) -> Tensor:
         whole = self._buffers.heads.get(tensor_T.shape[1])

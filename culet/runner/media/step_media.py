@@ -25,7 +25,7 @@ from torch import Tensor
 
 from culet.cache.spec import KVGroup
 from culet.runner.media.features import FeatureStore
-from culet.types import Entry, MediaSpan, Row
+from culet.types import Entry, Half, MediaSpan, Row
 
 Ints = NDArray[np.int64]
 
@@ -106,15 +106,18 @@ class SlotMedia:
                 if first >= end:
                     continue
                 assert self.store is not None, "media need towers"
-                index.append(np.arange(first + shift, end + shift))
-                parts.append(self.store.rows(span.key)[first - span.start : end - span.start])
+                if row.which_half is not Half.SECOND:  # the first half has read them, and they may be gone
+                    index.append(np.arange(first + shift, end + shift))
+                    parts.append(self.store.rows(span.key)[first - span.start : end - span.start])
                 if span.is_whole and self.mask is not ImageMask.CAUSAL:
                     blocks.append((first + shift, end + shift, span))
                     has_image[number] = True
-        if not index:
+        if not index and not blocks:
             return None
         first_T, last_T = _blocks(rows, blocks)
-        return StepMedia(np.concatenate(index), tuple(parts), first_T, last_T, tuple(has_image), self.mask)
+        return StepMedia(
+            np.concatenate([np.zeros(0, dtype=np.int64), *index]), tuple(parts), first_T, last_T, tuple(has_image), self.mask
+        )
 
 
 def _blocks(rows: Sequence[Row], blocks: Sequence[tuple[int, int, MediaSpan]]) -> tuple[Ints | None, Ints | None]:

@@ -9,6 +9,8 @@ import pytest
 
 from culet.bench import draft
 from culet.cli.main import run
+from culet.config import build_config
+from culet.layers.weight.quantised.matrices import QuantisedMatrix, QuantisedTable
 from culet.testing.tiny import write_checkpoint
 
 
@@ -26,6 +28,15 @@ def test_lines(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         assert line["speedup"] == pytest.approx(3 * line["plain_ms"] / line["round_ms"])
         assert line["draft_graph_ms"] is None  # a CPU has no graphs
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_weights_are_rounded_as_the_settings_say(tmp_path: Path) -> None:
+    choice = {"method": "dflash", "model": "random:", "num_speculative_tokens": 3}
+    settings = {"model": str(write_checkpoint(tmp_path / "model", "31B")), "device": "cpu", "speculative_config": choice}
+    rounded = {"quantization": "int4", "head_quantization": "fp8"}
+    model = draft.DraftBench(build_config({**settings, **rounded}), max_num_seqs=1).model
+    assert isinstance(model.embedding, QuantisedTable)
+    assert any(isinstance(module, QuantisedMatrix) for module in model.modules())
 
 
 def test_bad_counts(capsys: pytest.CaptureFixture[str]) -> None:

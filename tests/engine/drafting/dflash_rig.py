@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from culet.attention.torch_cpu import TorchCPUBackend
-from culet.cache.pool import Pool
+from culet.cache.pool import HostPool, Pool
 from culet.cache.spec import plan_cache
 from culet.config import DraftChoice, ScheduleConfig
 from culet.drafters.base import DraftBatch
@@ -132,6 +132,7 @@ class Rig:
         longest=0,  # if set, the cache holds little more than one sequence of this many tokens
         policy=None,
         ahead=False,  # whether each step is planned before the previous result is applied
+        num_host_pages=0,
     ):
         model = pair.model
         specs = model.spec.kv_specs(4) + (pair.spec.kv_specs(4) if drafts else [])
@@ -158,7 +159,10 @@ class Rig:
             policy=policy,
         )
         self.ahead = ahead
-        self.runner = Runner(model, self.pool, own, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN, drafter=self.drafter)
+        self.scheduler.page_allocator.host.grow(num_host_pages)
+        sizes = {"max_num_seqs": max_num_seqs, "max_model_len": MAX_LEN}
+        host_pool = HostPool(layout.slab_bytes, num_host_pages, model.device)
+        self.runner = Runner(model, self.pool, own, **sizes, drafter=self.drafter, host_pool=host_pool)
         if self.drafter:
             self.drafter.watch(self.runner.tokens_SL, told or {}, is_wrong)
 

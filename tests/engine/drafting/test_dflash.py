@@ -11,6 +11,7 @@ import pytest
 
 from culet.errors import InternalError
 from culet.runner import deferred_kv
+from culet.scheduler import sequence
 from culet.types import PageTable
 from tests.engine.drafting.dflash_rig import Pair, Pauses, Rig, assert_like_oracle, make_pair, make_request
 from tests.engine.drafting.draft_drive import use_fixed_draws
@@ -167,16 +168,21 @@ def test_deferred_kv_that_is_never_written_fails(default_pair, monkeypatch):
         assert_like_oracle(default_pair, rig.rounds, at_least=10)
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_batch_with_pauses(default_pair, monkeypatch, ahead):
-    """Many sequences run with preemption, cancels, forked samples and full rings. Every block matches the oracle."""
+@matrix({"num_host_pages": [0, 300], "ahead": [True, False]})
+def test_a_batch_with_pauses(default_pair, monkeypatch, ahead, num_host_pages):
+    """Many sequences run with preemption, cancels, forked samples and full rings. Every block matches the oracle.
+
+    With host pages, the drafter's KV is saved too, including what was deferred.
+    """
     monkeypatch.setenv("CULET_CHECK_PAGES", "1")
+    monkeypatch.setattr(sequence, "MIN_PARKED", 1)
     monkeypatch.setattr(deferred_kv, "MAX_RING_LEN", 4)
     sampling = replace(GREEDY, temperature=1.0, seed=5)
     asked = [make_request(f"r{length}", make_prompt(length), 40) for length in (5, 9, 17, 40)]
     asked += [make_request("many", make_prompt(20), 30, sampling, n=3), make_request("leaves", make_prompt(30), 40)]
     expected = Rig(default_pair, drafts=False).run(*asked)
-    rig = Rig(default_pair, longest=110, prefix_caching=True, budget=70, policy=Pauses(7, 50), ahead=ahead)
+    settings = {"policy": Pauses(7, 50), "ahead": ahead, "num_host_pages": num_host_pages}
+    rig = Rig(default_pair, longest=110, prefix_caching=True, budget=70, **settings)
     again = [replace(request, request_id=f"{request.request_id} again") for request in asked]
     for several in (asked, again):
         out = rig.run(*several, cancel_at={20: several[-1].request_id})
@@ -185,7 +191,35 @@ def test_a_batch_with_pauses(default_pair, monkeypatch, ahead):
             assert tokens == (said[: len(tokens)] if name.startswith("leaves") else said)
     counters = rig.scheduler.counters
     assert min(counters.preemptions, counters.forks, counters.prefix_hits + counters.restart_hits, counters.cancelled) >= 1
+    assert counters.restored > 0 or not num_host_pages
     assert_like_oracle(default_pair, rig.rounds, at_least=30)
+    rig.check_pages()
+
+
+def test_parked_with_deferred_kv(default_pair, monkeypatch):
+    """Sequences are parked while the KV of their last tokens is deferred. It is written before the pages are saved."""
+    monkeypatch.setenv("CULET_CHECK_PAGES", "1")
+    monkeypatch.setattr(sequence, "MIN_PARKED", 1)
+    monkeypatch.setattr(deferred_kv, "MAX_RING_LEN", 32)
+    asked = [make_request(f"r{length}", make_prompt(length), 60) for length in (5, 9, 17, 40)]
+    expected = Rig(default_pair, drafts=False).run(*asked)
+    rig = Rig(default_pair, budget=70, policy=Pauses(7, 50), num_host_pages=300)
+    execute, kept, num_deferred = rig.runner.execute, rig.runner.deferred.ledger._kept, 0
+
+    def execute_and_park(plan):
+        nonlocal num_deferred
+        result = execute(plan)
+        if plan.step_id % 5 == 0 and (running := rig.scheduler._running):
+            seq = running[plan.step_id % len(running)]
+            num_deferred += seq.slot in kept
+            assert seq.park(rig.scheduler.page_allocator)
+            rig.scheduler._preempt(seq)
+        return result
+
+    monkeypatch.setattr(rig.runner, "execute", execute_and_park)
+    assert rig.run(*asked) == expected
+    assert rig.scheduler.counters.restored >= num_deferred > 5
+    assert_like_oracle(default_pair, rig.rounds, at_least=20)
     rig.check_pages()
 
 

@@ -94,6 +94,10 @@ class StrictWorker:
     def launch(self, plan: StepPlan) -> Any:
         return StrictPending(self.__worker.launch(plan))
 
+    @property
+    def num_host_pages(self) -> int:
+        return self.__worker.num_host_pages
+
     def device_seconds(self) -> Mapping[str, float]:
         return self.__worker.device_seconds()
 

@@ -62,6 +62,30 @@ def test_dflash_in_fp8(folder: Path) -> None:
     assert answer(str(folder), quantization="fp8", speculative_config=json.dumps(drafter)) == alone
 
 
+DRAFTERS = {
+    "mtp": {"method": "mtp", "model": "random:"},
+    "mtp, fp8 head": {"method": "mtp", "model": "random:", "head_dtype": "fp8"},
+    "dflash": {"method": "dflash", "model": "random:layers=1,block=4"},
+    "suffix": {"method": "suffix"},
+}
+
+
+@pytest.mark.parametrize("head", ["fp8", "int4"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafters_beside_a_rounded_head(folder: Path, name: str, head: str) -> None:
+    """They look tokens up in the target's table, and DFlash scores its drafts with it. Answers do not change."""
+    drafter = json.dumps({**DRAFTERS[name], "adaptive": False, "probe": False})
+    alone = answer(str(folder), head_quantization=head)
+    assert answer(str(folder), head_quantization=head, speculative_config=drafter) == alone
+
+
+def test_a_rounded_head_is_announced(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="culet"):
+        assert len(answer(str(folder), head_quantization="int4")) == 12
+    assert "head: int4" in caplog.text
+    assert "larger models were not measured" in caplog.text
+
+
 @pytest.mark.parametrize(("precision", "shape"), [("fp8", "26B-A4B"), ("int4", "E4B")])
 def test_random_weights(precision: str, shape: str, tmp_path: Path) -> None:
     """Random weights are quantised too, and take the bytes that the plan says."""

@@ -13,6 +13,7 @@ import torch
 
 from culet.engine.engine import Engine
 from culet.errors import BadRequest, ContextTooLong
+from culet.scheduler import sequence
 from culet.types import StructuredOutputs
 from tests.engine.llm.oracle import folder_of as folder_with_tokenizer
 from tests.engine.media.media_rig import (
@@ -118,26 +119,57 @@ def test_samples_share_a_prompt(shape: str) -> None:
         torch.testing.assert_close(table(scored.scores)[-5:], table(told.logprobs[sample]), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("is_parked", [False, True])
 @pytest.mark.parametrize("shape", ["26B-A4B", pytest.param("E4B", marks=pytest.mark.slow)])
-def test_after_preemption(shape: str) -> None:
-    """Sequences that lose their pages are computed again. Their features may be gone by then, and are encoded again."""
+def test_after_preemption(shape: str, is_parked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that lose their pages are computed again. Their features may be gone by then, and are encoded again.
+
+    Those that are parked need no features any more.
+    """
+    monkeypatch.setattr(sequence, "MIN_PARKED", 1)
     room_for_one = CAT.num_tokens * 80 * 4
     engine = make(shape, max_num_seqs=4, enable_prefix_caching=False, media_cache_memory_bytes=room_for_one)
     prompts = [Prompt.of(shape, text(9, seed), one, text(13, seed)) for seed, one in enumerate((CAT, DOG, CAT))]
     told = [Told({}, {}, [], {}) for _ in prompts]
+    num_encoded = 0  # before the preemption
     for number, prompt in enumerate(prompts):
         engine.add(ask(engine, str(number), prompt, 12, logprobs=VOCAB))
     while engine.has_work:
         for delta in engine.step():
             note(told[int(delta.request_id)], delta)
         if engine.stats().counters.preemptions == 0 and all(one.tokens for one in told):
+            num_encoded = encoded(engine)
             for seq in list(engine._scheduler._running):
+                assert not is_parked or seq.park(engine._scheduler.page_allocator)
                 engine._scheduler._preempt(seq)
     for prompt, one in zip(prompts, told, strict=True):
         assert len(one.tokens[0]) == 12
         check_answer(shape, prompt, one)
     assert engine.stats().counters.preemptions == 3
-    assert encoded(engine) > 3
+    assert engine.stats().counters.restored == (3 if is_parked else 0)
+    assert encoded(engine) - num_encoded == (0 if is_parked else 2)
+
+
+@pytest.mark.parametrize("shape", ["31B", pytest.param("12B", marks=pytest.mark.slow)])
+def test_parked_before_and_between_images(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt goes on after the images that were computed. Only the others are encoded afterwards."""
+    monkeypatch.setattr(sequence, "MIN_PARKED", 1)
+    engine = make(shape, max_num_batched_tokens=40, enable_prefix_caching=False)
+    prompt = Prompt.of(shape, text(19), CAT, text(30, 1), DOG, text(8, 2))
+    told, scheduler, lengths = Told({}, {}, [], {}), engine._scheduler, set[int]()
+    engine.add(ask(engine, "a", prompt, 6, logprobs=VOCAB))
+    while engine.has_work:
+        for delta in engine.step():
+            note(told, delta)
+        for seq in list(scheduler._running):
+            if seq.num_computed not in lengths and seq.park(scheduler.page_allocator):
+                lengths.add(seq.num_computed)
+                scheduler._preempt(seq)
+    check_answer(shape, prompt, told)
+    counters = engine.stats().counters
+    assert counters.restored == len(lengths) > 6
+    assert encoded(engine) == 2
+    assert counters.step_tokens == len(prompt.token_ids) + 6 - 1
 
 
 def test_a_placeholder_that_the_model_draws_is_no_image() -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,30 @@ def test_chunks_and_preemption(shape: str) -> None:
     prompts = [prompts_of()[4]] * 4 + list(prompts_of())
     assert tokens_of(llm, prompts) == [expected(shape)[4]] * 4 + expected(shape)
     assert llm.engine.stats().counters.preemptions > 0
+
+
+@pytest.mark.parametrize("settings", [{}, PLAIN, {"enable_prefix_caching": True}])
+def test_parked_sequences(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go on with the bytes that were saved in pinned memory, and compute nothing again."""
+    monkeypatch.setenv("CULET_CHECK_PAGES", "1")
+    spec = open_checkpoint(str(checkpoint("31B"))).spec
+    given = {"max_num_batched_tokens": 33, "max_model_len": 200, "enable_prefix_caching": False, **settings}
+    prompts = [prompt(length, seed) for seed, length in enumerate((70, 81, 66, 75))]
+    params = SamplingParams(temperature=1.3, seed=4, max_tokens=60, ignore_eos=True)
+    roomy = on_gpu("31B", "float32", **given)
+    small = {"kv_cache_memory_bytes": 10 * plan_cache(spec.kv_specs(4)).slab_bytes}
+    llm = on_gpu("31B", "float32", **given, **small)
+    for _ in range(1000):  # until the thread has allocated them
+        if llm.engine._worker.num_host_pages == 10:
+            break
+        time.sleep(0.01)
+    assert llm.engine._worker.host_pool.slab(9).is_pinned()
+    wanted = [result.token_ids for result in roomy.generate(prompts, params)]
+    assert [result.token_ids for result in llm.generate(prompts, params)] == wanted
+    counters = llm.engine.stats().counters
+    assert counters.parked == counters.restored == counters.preemptions > 0
+    if not given["enable_prefix_caching"]:
+        assert counters.step_tokens - counters.dropped_tokens == sum(len(each) + 60 - 1 for each in prompts)
 
 
 @pytest.mark.parametrize("shape", ["E4B", "12B"])

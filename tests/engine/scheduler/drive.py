@@ -14,7 +14,7 @@ from culet.scheduler.group_pages import HOLE, max_held_pages, span
 from culet.scheduler.rows import PlannedRow
 from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.sequence import MAX_TRAIL
-from culet.types import FinishReason, MediaSpan, Request, Row, StepPlan, StepResult, TokenDelta
+from culet.types import FinishReason, Half, MediaSpan, Request, Row, StepPlan, StepResult, TokenDelta
 from tests.engine.scheduler.fake_runner import STOP, FakeRunner, expected_tokens
 from tests.samplings import PLAIN
 
@@ -164,10 +164,14 @@ class Drive:
         assert all(told.finish_reason is not None for told in self.told.values())
         counters, arena = self.scheduler.counters, self.scheduler.page_allocator.arena
         assert counters.finished == len(self.told)
-        assert counters.prefix_hits + counters.restart_hits == self.runner.counts["hits"]
-        assert counters.prefix_hit_tokens + counters.restart_hit_tokens == self.runner.counts["hit tokens"]
+        assert counters.prefix_hits + counters.restart_hits + counters.restored == self.runner.counts["hits"]
+        hit_tokens = counters.prefix_hit_tokens + counters.restart_hit_tokens + counters.restored_tokens
+        assert hit_tokens == self.runner.counts["hit tokens"]
         assert counters.forks == self.runner.counts["forks"]
         assert arena.num_free + arena.num_reclaimable == arena.num_pages
+        host = self.scheduler.page_allocator.host
+        host.drain()  # what was parked last has ended
+        assert host.num_free == host.num_pages
         self.scheduler.drop_resume_points()
         assert arena.num_free == arena.num_pages
         assert arena.num_reclaimable == 0
@@ -179,6 +183,8 @@ def num_kept_queries(plan: PlannedRow) -> set[int]:
     These are the queries with logits and, if pages suffice, those from a little before the first resume point on.
     """
     row, end = plan.row, plan.row.start + plan.row.num_new
+    if row.which_half is Half.FIRST:  # its pages are those of the whole chunk, which has no holes
+        return {row.num_new}
     assert all(row.start < point <= end <= point + MAX_TRAIL for point in plan.resume_lengths)
     own = max(1, row.num_logits)
     counts = set() if any(point < end for point in plan.resume_lengths) else {own}
@@ -206,6 +212,19 @@ def assert_counted(counts: list[int], expected: Counter[int]) -> None:
     assert not wrong, f"pages {wrong} are counted wrongly"
 
 
+def audit_host(scheduler: Scheduler) -> None:
+    """Check that every host page is free, held by one waiting sequence, or left by the next plan's loads."""
+    host = scheduler.page_allocator.host
+    held = [page for seq in scheduler._waiting for parked in seq.parked for page in parked.host_pages]
+    loading = [page for page in host._loads.values() if page not in host._held]
+    assert sorted([*host._free, *held, *loading]) == list(range(host.num_pages))
+    assert host._held == set(held)
+    assert host._saves.keys() <= {*held, *loading}
+    for seq in scheduler._running:
+        assert not seq.parked
+        assert not seq.parked_len
+
+
 def audit(scheduler: Scheduler) -> None:
     """Check that every page's references are exactly those of the existing sequences, resume points and copies."""
     arena, prefix = scheduler.page_allocator.arena, scheduler.page_allocator.prefix
@@ -216,7 +235,9 @@ def audit(scheduler: Scheduler) -> None:
     for seq in scheduler._running:
         assert seq.slot is not None
         last = last_plan.get(id(seq))
-        num_new, num_queries = (last.row.num_new, max(num_kept_queries(last))) if last and seq.rows_in_flight else (0, 0)
+        num_new, num_queries = (seq.halved, seq.halved)
+        if last and seq.rows_in_flight:
+            num_new, num_queries = last.row.num_new, max(num_kept_queries(last))
         for pages in seq.groups:
             held.update(pages.held)
             bound = max_held_pages(pages.group, num_new, num_queries)
@@ -228,6 +249,8 @@ def audit(scheduler: Scheduler) -> None:
     for seq in scheduler._waiting:
         assert seq.slot is None
         assert seq.num_held == 0
+        assert seq.num_computed == seq.parked_len
+    audit_host(scheduler)
     kept: Counter[int] = Counter()
     for point in prefix.resume_points() if prefix else []:
         kept.update(point.pages)
@@ -270,6 +293,8 @@ def make(
     prefix_caching: bool = True,
     on_cpu: bool = False,
     max_model_len: int = 1000,
+    halve_from: int = 0,
+    num_host_pages: int = 0,
 ) -> Drive:
     """Make a scheduler and a fake runner, with a clock that stands still unless `drive.now` is set."""
     drive: Drive
@@ -281,9 +306,12 @@ def make(
         prefix_caching=prefix_caching,
         max_drafts=max_drafts,
         on_cpu=on_cpu,
+        halve_from=halve_from,
         clock=lambda: getattr(drive, "now", 0.0),
     )
-    runner = FakeRunner(layout, num_pages, max_num_seqs=seqs, budget=budget, max_drafts=max_drafts)
+    scheduler.page_allocator.host.grow(num_host_pages)
+    sizes = {"max_num_seqs": seqs, "budget": budget, "max_drafts": max_drafts, "num_host_pages": num_host_pages}
+    runner = FakeRunner(layout, num_pages, **sizes)
     drive = Drive(scheduler, runner, ahead=ahead)
     return drive
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.runner.deferred_kv import DeferredWrite, Ledger, keeps_features
-from culet.types import Drawn, Entry, MediaSpan, Request, Row, Sampling, StepPlan, StepResult
+from culet.types import Drawn, Entry, Half, MediaSpan, Request, Row, Sampling, StepPlan, StepResult
 
 VOCAB = 50
 ROOM = 3  # ring length of a drafter
@@ -66,6 +66,7 @@ class Slot:
     first_start: int | None = None  # start of its first row, the number of tokens that were not computed
     num_computed: int = 0  # by its rows, until the first draw
     num_accepted: int = 0  # drafts of its last row
+    half: tuple[int, int] | None = None  # start and length of the chunk whose first half was the last row
 
     def hashes_of(self, tokens: list[int]) -> list[int]:
         """Return the hash of each prefix of `tokens`, which begin with the slot's own."""
@@ -81,7 +82,16 @@ class Slot:
 class FakeRunner:
     """Executes plans, and raises AssertionError where a real runner would compute nonsense."""
 
-    def __init__(self, layout: CacheLayout, num_pages: int, *, max_num_seqs: int, budget: int, max_drafts: int = 0) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_pages: int,
+        *,
+        max_num_seqs: int,
+        budget: int,
+        max_drafts: int = 0,
+        num_host_pages: int = 0,
+    ) -> None:
         self.layout = layout
         self.max_num_seqs = max_num_seqs
         self.budget = budget
@@ -89,9 +99,12 @@ class FakeRunner:
         self.slots: dict[int, Slot] = {}
         self.page_group: list[int | None] = [None] * num_pages
         self.memory: list[dict[int, tuple[int, int]]] = [{} for _ in range(num_pages)]  # page -> offset -> KV
+        # The group and content of each host page.
+        self.host: list[tuple[int | None, dict[int, tuple[int, int]]]] = [(None, {}) for _ in range(num_host_pages)]
         self.counts: Counter[str] = Counter()
         self.rows: list[Row] = []  # of the last plan
         self._last_step = -1
+        self.kept: int | None = None  # the slot of the last first half
         self.ledgers = [Ledger(group.index, ROOM) for group in layout.groups if group.ahead]
         self.rings: dict[tuple[int, int, int], tuple[int, int]] = {}  # group, slot, place -> KV
 
@@ -101,6 +114,7 @@ class FakeRunner:
             self._write_deferred(ledger, ledger.due_before(plan), "left")
         for entry in plan.entries:
             self.slots[entry.slot] = Slot(entry, list(entry.token_ids))
+        self._move(plan)
         self._copy(plan.copies)
         plan = plan.with_rows(self._close(row) for row in plan.rows)
         self.rows = list(plan.rows)
@@ -125,6 +139,7 @@ class FakeRunner:
         self._last_step = plan.step_id
         assert plan.rows
         assert plan.num_tokens <= self.budget
+        assert sum(row.which_half is not Half.WHOLE for row in plan.rows) <= 1
         self.counts["tokens"] += plan.num_tokens
         self.counts["mixed"] += any(row.num_logits for row in plan.rows) and not all(row.num_logits for row in plan.rows)
         for slots in ([row.slot for row in plan.rows], [entry.slot for entry in plan.entries]):
@@ -143,6 +158,18 @@ class FakeRunner:
         self.counts["moved on"] += slot.num_accepted
         store_from = tuple(first + slot.num_accepted for first in row.store_from)
         return row._replace(start=row.start + slot.num_accepted, store_from=store_from, num_open=0)
+
+    def _move(self, plan: StepPlan) -> None:
+        """Save pages in host memory, then load others from it."""
+        for targets in ([host_page for _, host_page in plan.saves], [page for _, page in plan.loads]):
+            assert len(set(targets)) == len(targets)
+        for page, host_page in plan.saves:
+            self.host[host_page] = self.page_group[page], dict(self.memory[page])
+        for host_page, page in plan.loads:
+            group, memory = self.host[host_page]
+            self.page_group[page], self.memory[page] = group, dict(memory)
+        self.counts["saved pages"] += len(plan.saves)
+        self.counts["loaded pages"] += len(plan.loads)
 
     def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
         sources, targets = [source for source, _ in copies], [target for _, target in copies]
@@ -178,8 +205,9 @@ class FakeRunner:
         for span in slot.entry.media:
             inside = [edge for edge in (row.start, end) if span.start < edge < span.end]
             assert not (span.is_whole and inside), f"a chunk ends inside {span}"
-            self.counts["media computed"] += row.start <= span.start and span.end <= end
+            self.counts["media computed"] += row.which_half is not Half.FIRST and row.start <= span.start and span.end <= end
         hashes = slot.hashes_of(self._tokens_of(row))
+        self._check_half(row, slot)
         for group in self.layout.groups:
             store_from = row.store_from[group.index]
             rule = row.start
@@ -194,7 +222,26 @@ class FakeRunner:
             for position in range(store_from, end):
                 key = self._at(row, group, position)
                 assert written.setdefault(key, row.slot) == row.slot, f"{key} written by two rows"
-                self._put(key, (position, hashes[position]))
+                # After half of the layers, nobody may read it.
+                self._put(key, (position, -1 if row.which_half is Half.FIRST else hashes[position]))
+
+    def _check_half(self, row: Row, slot: Slot) -> None:
+        """Check that a second half follows the first half of the same chunk, whose keys are still there."""
+        chunk = row.start, row.num_new
+        if row.which_half is Half.FIRST:
+            assert row.num_logits == len(row.draw_slots) == 0
+            assert any(other.num_new == 1 for other in self.rows), "there is no reason for halves"
+            self.kept = row.slot
+        elif row.which_half is Half.SECOND:
+            assert self.kept == row.slot
+            assert slot.half == chunk
+            self.counts["halved"] += 1
+            for group in self.layout.groups:
+                for position in range(row.store_from[group.index], row.start + row.num_new):
+                    page, _, offset = self._at(row, group, position)
+                    assert self.page_group[page] == group.index
+                    assert self.memory[page].get(offset) == (position, -1), "the first half's keys are gone"
+        slot.half = chunk if row.which_half is Half.FIRST else None
 
     def _put(self, key: Key, value: tuple[int, int]) -> None:
         page, group, offset = key
@@ -251,6 +298,8 @@ class FakeRunner:
 
     def _draw(self, row: Row) -> list[Drawn]:
         slot, end = self.slots[row.slot], row.start + row.num_new
+        if row.which_half is Half.FIRST:
+            return []
         is_last = end - row.num_drafts == len(slot.tokens)
         assert bool(row.draw_slots) == is_last
         if not row.is_prompt_logprobs:

@@ -52,7 +52,10 @@ class Turns:
         """Return who makes way if running ones lack so many pages, and the waiting one so many to start."""
         names: list[str] = []
         for seq in self._slices.making_way(
-            self._queue, self._running, lambda _: missing - len(names), lambda: lacking - len(names)
+            self._queue,
+            self._running,
+            lambda _, leaving: missing - len(names) - len(leaving),
+            lambda: lacking - len(names),
         ):
             names.append(seq.request.request_id)
             seq.slot = None
@@ -146,6 +149,23 @@ def test_prompts_in_progress_lack_no_pages() -> None:
     assert not prompt.is_prefilled
     assert (prompt.num_computed, prompt.unchanged_until) == (15, 15)
     assert lacking_pages([decoding, prompt], 0) == 0
-    decoding.unchanged_until = 17
-    assert lacking_pages([decoding, prompt], 0) == 1
-    assert lacking_pages([decoding, prompt], 3) == -2
+    while decoding.num_computed < 20:
+        drive.step()
+    assert lacking_pages([decoding], 0) == 1
+    assert lacking_pages([decoding], 3) == -2
+
+
+def test_pages_behind_the_window_are_not_lacking() -> None:
+    """A sequence that only gives a page back needs none, and one that takes a page afterwards needs no other."""
+    drive = make(make_layout((8, 4)), seqs=2, budget=16, prefix_caching=False, ahead=True)
+    for name in ("a", "b"):
+        drive.add(endless(name, 3, 40))
+    lacking = []
+    while len(lacking) < 8:
+        drive.step()
+        running = drive.scheduler._running
+        if running and all(seq.num_computed >= 16 for seq in running):
+            assert len({seq.num_computed for seq in running}) == 1
+            lacking.append(lacking_pages(running, 0))
+    assert sorted(set(lacking)) == [0, 2]
+    assert lacking.count(2) == 2  # once in four tokens, where each takes a page

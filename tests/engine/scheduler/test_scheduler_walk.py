@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from culet.config import ScheduleConfig
 from culet.errors import ContextTooLong, QueueFull
 from culet.runner.deferred_kv import Ledger
+from culet.scheduler import sequence
 from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.sequence import Acceptance
 from culet.types import MediaSpan, Request
@@ -42,7 +43,9 @@ class World:
     on_cpu: bool = False  # short prompts have steps of their own
     pauses: bool = False  # drafts are wanted in some steps and not in others
     has_media: bool = False  # some prompts have media, and tenants have salts
+    halve_from: int = 0  # chunks with images and at least so many tokens run in two steps
     tenants: tuple[str, ...] = ("",)  # each request belongs to one of them
+    num_host_pages: int = 0
 
 
 class Moody(FixedLengths):
@@ -80,10 +83,17 @@ class Walk:
             policy=Moody(self.random, world.max_drafts) if world.pauses else None,
             plans_open=world.plans_open,
             on_cpu=world.on_cpu,
+            halve_from=world.halve_from,
             clock=lambda: self.now,
         )
+        scheduler.page_allocator.host.grow(world.num_host_pages)
         runner = FakeRunner(
-            layout, world.num_pages, max_num_seqs=world.max_num_seqs, budget=world.budget, max_drafts=world.max_drafts
+            layout,
+            world.num_pages,
+            max_num_seqs=world.max_num_seqs,
+            budget=world.budget,
+            max_drafts=world.max_drafts,
+            num_host_pages=world.num_host_pages,
         )
         self.drive = Drive(scheduler, runner, ahead=world.ahead)
         self.stems = [self._with_media(self._tokens(self.random.randint(1, world.max_prompt // 2))) for _ in range(4)]
@@ -175,10 +185,12 @@ class Walk:
 
 
 def walk(world: World, seed: int, num_steps: int) -> Counter[str]:
-    steps = Walk(world, seed)
-    for _ in range(num_steps):
-        steps.step()
-    return steps.finish()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequence, "MIN_PARKED", 1)
+        steps = Walk(world, seed)
+        for _ in range(num_steps):
+            steps.step()
+        return steps.finish()
 
 
 WORLDS = {
@@ -224,9 +236,47 @@ WORLDS = {
     "media, short of pages": World(
         has_media=True, groups=((3, 1), (None, 1)), num_pages=70, max_num_seqs=3, budget=16, max_prompt=30, max_tokens=30
     ),
+    "halves": World(has_media=True, halve_from=4, groups=((40, 4), (None, 8)), num_pages=120, max_num_seqs=4),
+    "halves ahead": World(has_media=True, halve_from=2, groups=((40, 2), (None, 3)), num_pages=150, ahead=True, budget=40),
+    "halves, tenants": World(
+        has_media=True,
+        halve_from=2,
+        num_pages=70,
+        ahead=True,
+        tenants=("a", "a", "b"),
+        max_num_seqs=5,
+        groups=((30, 4), (None, 8)),
+    ),
+    "halves, short first": World(
+        has_media=True, halve_from=2, on_cpu=True, num_pages=70, groups=((30, 4), (None, 8)), max_num_seqs=6
+    ),
     "no cache": World(prefix_caching=False, num_pages=34, max_drafts=3),
     "long chunks": World(groups=((6, 4), (None, 16)), budget=128, num_pages=36, max_prompt=120, max_drafts=1),
     "tiny budget": World(budget=3, max_drafts=2, num_pages=20, max_prompt=30),
+    "parked": World(num_host_pages=60),
+    "parked ahead": World(num_host_pages=60, ahead=True, num_pages=34, max_drafts=3, max_tokens=80),
+    "parked without a cache": World(num_host_pages=200, prefix_caching=False, num_pages=34, max_drafts=3),
+    "few host pages": World(
+        groups=((3, 1), (None, 1)), num_pages=90, num_host_pages=40, max_num_seqs=16, ahead=True, max_prompt=8
+    ),
+    "parked, long chunks": World(
+        groups=((6, 4), (None, 16)), budget=128, num_pages=30, num_host_pages=50, max_prompt=120, max_drafts=1, ahead=True
+    ),
+    "parked, three groups": World(groups=((5, 2), (None, 4), (16, 8)), num_pages=56, num_host_pages=90, max_drafts=2),
+    "parked, open drafter": World(
+        groups=((8, 4), (None, 8), (None, 3, 7)),
+        num_pages=90,
+        num_host_pages=120,
+        max_drafts=4,
+        ahead=True,
+        plans_open=True,
+        pauses=True,
+    ),
+    "parked tenants": World(tenants=("a", "a", "b"), num_host_pages=60, max_num_seqs=4, ahead=True, max_tokens=80),
+    "parked media": World(has_media=True, num_host_pages=60, num_pages=50, max_drafts=3, ahead=True, budget=24),
+    "parked, short first": World(
+        groups=((3, 1), (None, 1)), on_cpu=True, num_pages=90, num_host_pages=90, max_num_seqs=32, max_drafts=2, max_prompt=8
+    ),
 }
 
 
@@ -260,6 +310,9 @@ def test_walk(num_steps: int) -> None:
         "open",
         "moved on",
         "media computed",
+        "halved",
+        "parked",
+        "restored",
         *deferred,
     ):
         assert total[name] >= num_steps // 20, f"{name} happened {total[name]} times only"
@@ -296,6 +349,7 @@ any_world = given(
     plans_open=st.booleans(),
     pauses=st.booleans(),
     has_media=st.booleans(),
+    num_host_pages=st.integers(0, 40),
     seed=st.integers(0, 2**32),
 )
 SETTINGS = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
@@ -313,6 +367,7 @@ def walk_in(
     plans_open: bool,
     pauses: bool,
     has_media: bool,
+    num_host_pages: int,
     seed: int,
 ) -> None:
     """Pages have any size, windows go down to one token, and memory goes down to what one request needs."""
@@ -330,6 +385,8 @@ def walk_in(
         plans_open=plans_open,
         pauses=pauses,
         has_media=has_media,
+        halve_from=2,
+        num_host_pages=num_host_pages,
     )
     walk(world, seed, 60)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from culet.cache.spec import CacheLayout
 from culet.config import ScheduleConfig
-from culet.scheduler import fairness
-from culet.scheduler import scheduler as scheduler_module
+from culet.scheduler import admission, fairness
 from culet.scheduler.budget import MIN_STEP
 from culet.scheduler.fairness import TimeSlices
 from culet.scheduler.scheduler import Scheduler
@@ -223,7 +223,7 @@ def test_sequences_come_back_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     making_way = TimeSlices._instead_of_waiting
     made_way: list[Sequence] = []
 
-    def note(slices: TimeSlices, head: Sequence, running: list[Sequence], num_missing: int) -> list[Sequence]:
+    def note(slices: TimeSlices, head: Sequence, running: list[Sequence], num_missing: Any) -> list[Sequence]:
         assert all(seq.is_prefilled for seq in running if seq.was_preempted)
         chosen = making_way(slices, head, running, num_missing)
         made_way.extend(chosen)
@@ -248,7 +248,7 @@ def test_a_sequence_that_came_back_keeps_its_pages(num_pages: int, monkeypatch: 
     *_, num_steps = steps_of(layout, num_pages, 16, 200, 300)
     assert preempted[False] > 10
     assert not preempted[True]
-    monkeypatch.setattr(scheduler_module, "lacking_pages", lambda running, available: 0)
+    monkeypatch.setattr(admission, "lacking_pages", lambda running, available: 0)
     *_, before = steps_of(layout, num_pages, 16, 200, 300)
     assert preempted[True] > 10
     assert num_steps <= 0.75 * before

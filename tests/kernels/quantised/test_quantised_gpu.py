@@ -21,11 +21,15 @@ from culet.kernels.eager import quantised as eager
 from culet.kernels.replay import replayed
 from culet.kernels.triton.linear import few_tokens as plain
 from culet.kernels.triton.linear.tiles import GATED, PLAIN, SOFTCAP, Tile
-from culet.kernels.triton.quantised import experts, linear, prefill
+from culet.kernels.triton.quantised import experts, linear, look_up, prefill
 from culet.kernels.triton.quantised.few_tokens import describe
 from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.tiles import Product, choose_stream, choose_tile, choose_warps
 from culet.kernels.types import QuantisedWeight
+from culet.layers.weight.quantised.rounding import RoundedHead
+from culet.layers.weight.weights import Weights
+from culet.models.random_checkpoint import RandomDraw
+from culet.models.random_weights import fill_randomly
 from tests.kernels.linear_cases import Shape, shapes
 from tests.kernels.quantised.cases import FORMATS, draw, errors
 
@@ -36,7 +40,8 @@ TOLERANCE = 5e-3  # ||a - b|| / ||b|| per token
 EXACT = 2e-6  # the same for sums in float32 that are not rounded
 TOKENS = (1, 2, 5, 8, 16, 32, 64, 1000, 8192)
 MAIN = ("int4", "int8", "fp8", "nvfp4")
-HEAD_ROWS = 4096  # of the head; all 262,144 would only be more of the same
+VOCABULARY = 262144
+HEAD_ROWS = 4096  # of the head, where other ops read it
 
 
 @pytest.fixture(autouse=True)
@@ -165,6 +170,49 @@ def test_epilogues(name: str) -> None:
                 got = getattr(linear, op)(x, weight, *extra)
                 wanted = getattr(eager, op)(rounded.float(), weight, *extra)
                 assert errors(got, wanted).max() <= TOLERANCE, f"{op}, {num_tokens} tokens"
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+@pytest.mark.parametrize("size", [2560, 5376])
+def test_whole_heads(size: int, name: str) -> None:
+    """All 262,144 rows, which repeat with a period that no tile has, in steps of every kernel."""
+    few = draw(name, 4099, size, device=DEVICE, scale_dtype=torch.bfloat16)
+    rows = torch.arange(VOCABULARY, device=DEVICE) % 4099
+    parts = [None if each is None else each.view(torch.uint8)[rows].view(each.dtype) for each in few]
+    weight, x = type(few)(*parts), torch.randn(256, size, dtype=torch.bfloat16, device=DEVICE)
+    wanted = eager.capped_head(x.float(), few, 3.0)[:, rows]
+    for num_tokens in (1, 8, 32, 256):
+        with replayed():
+            got = linear.capped_head(x[:num_tokens], weight, 3.0)
+        assert errors(got, wanted[:num_tokens]).max() <= TOLERANCE, f"{num_tokens} tokens"
+        assert (got - wanted[:num_tokens]).abs().max() < 0.05, f"{num_tokens} tokens"
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_lookups(name: str) -> None:
+    """The bits of the twin, except in nvfp4, whose values the kernel rounds before the scale of the row."""
+    weight = draw(name, 5000, 2560, device=DEVICE, scale_dtype=torch.bfloat16)
+    for num_tokens in (1, 7, 1000):
+        ids = torch.randint(0, 6000, (num_tokens,), device=DEVICE)
+        for columns in (slice(None), slice(512, 1000)):
+            given = ids, weight, 500, columns, 50.5, torch.bfloat16
+            got, wanted = look_up.look_up(*given), eager.look_up(*given)
+            if name == "nvfp4":
+                torch.testing.assert_close(got, wanted, rtol=2**-6, atol=0.0)
+            else:
+                assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_drafts_of_a_rounded_table(name: str) -> None:
+    """The best token of each row is that of the logits. On a GPU, candidates need ids."""
+    weights = Weights(torch.bfloat16, torch.device(DEVICE), choose_format=lambda _: RoundedHead(name))
+    table = weights.table("t", 5000, 2560)
+    fill_randomly(table.placements(), RandomDraw(), weights.device)
+    x = torch.randn(6, 15, 2560, dtype=torch.bfloat16, device=DEVICE)
+    best = torch.full((6, 15), -1, device=DEVICE)
+    weights.ops.pick_best(table.head_candidates(x, 30.0), best.view(-1))
+    assert torch.equal(best, table.capped_head(x.flatten(0, 1), 30.0).argmax(-1).view(6, 15))
 
 
 @pytest.mark.parametrize("name", MAIN)

@@ -21,7 +21,7 @@ else:
     from culet.kernels.eager import quantised as eager
     from culet.kernels.triton.experts.expert_mlp import RowTile
     from culet.kernels.triton.linear.tiles import GATED, PLAIN, Tile
-    from culet.kernels.triton.quantised import experts, few_tokens, linear, prefill
+    from culet.kernels.triton.quantised import experts, few_tokens, linear, look_up, prefill
     from culet.kernels.triton.quantised.packed import PackedMatrix
     from culet.kernels.types import Int8Weight
     from tests.kernels.quantised.cases import FORMATS, NAMES, draw, errors
@@ -30,6 +30,7 @@ else:
     # One format of each kind in the default run.
     SOME = ("int4", "fp8", "nvfp4")
     EVERY = [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+    TABLES = [each for each, name in zip(EVERY, FORMATS, strict=True) if name != "fp8-block"]  # no table has blocks
     EXPERTS = ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8", "nvfp4"))]
 
     @pytest.fixture(autouse=True)
@@ -74,6 +75,27 @@ else:
         weight = draw(name, 21, size_of(name))
         got = prefill.dequantise(PackedMatrix.of(weight), torch.float32)
         torch.testing.assert_close(got, eager.dequantise(weight), rtol=1e-6, atol=0.0)
+
+    @pytest.mark.parametrize("name", TABLES)
+    def test_lookups(name: str) -> None:
+        """More tokens than a program has, the rows of a shard, and columns in the middle of a row."""
+        size = size_of(name)
+        weight, ids = draw(name, 21, size), torch.tensor([3, 20, 0, 11, 7, 3, 139])
+        for first_row, columns in ((0, slice(None)), (5, slice(None)), (0, slice(32, 64)), (-1, slice(64, None))):
+            given = ids, weight, first_row, columns, 39.25, torch.float32
+            got, wanted = look_up.look_up(*given), eager.look_up(*given)
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0.0)
+            held = (ids >= first_row) & (ids < first_row + weight[0].shape[0])
+            assert torch.equal(got.any(1), held)
+        assert look_up.look_up(ids[:0], weight, 0, slice(None), 1.0, torch.float32).shape == (0, size)
+
+    @pytest.mark.parametrize("name", SOME)
+    def test_heads_of_many_tokens(name: str) -> None:
+        """Logits of more tokens than other layers have in tiles. Several tiles of tokens and rows, without and with the cap."""
+        weight, x = draw(name, 400, 96), torch.randn(140, 96)
+        for cap in (5.0, None):
+            got, wanted = linear.capped_head(x, weight, cap), eager.capped_head(x, weight, cap)
+            assert errors(got, wanted).max() < TOLERANCE
 
     @pytest.mark.parametrize("name", EXPERTS)
     @pytest.mark.parametrize("num_tokens", [2, 7])
@@ -120,6 +142,7 @@ else:
     def test_no_tokens_and_strided_weights() -> None:
         weight = draw("int8", 16, 64)
         assert linear.linear(torch.empty(0, 64), weight).shape == (0, 16)
+        assert linear.capped_head(torch.empty(0, 64), weight, 5.0).shape == (0, 16)
         strided = Int8Weight(draw("int8", 16, 128)[0][:, :64], weight[1])
         x = torch.randn(2, 64)
         assert errors(linear.linear(x, strided), eager.linear(x, strided)).max() < TOLERANCE

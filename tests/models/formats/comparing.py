@@ -20,8 +20,9 @@ CPU = torch.device("cpu")
 PROMPT = [2, *range(400, 430), 5, 7]
 
 
-def load(folder: Path, quantization: str = "auto") -> Any:
-    return load_model(open_checkpoint(str(folder)), dtype=torch.float32, device=CPU, quantization=quantization, progress=False)
+def load(folder: Path, quantization: str = "auto", head: str = "auto") -> Any:
+    precisions = {"quantization": quantization, "head_quantization": head}
+    return load_model(open_checkpoint(str(folder)), dtype=torch.float32, device=CPU, progress=False, **precisions)
 
 
 def logits_of(model: Any) -> Tensor:

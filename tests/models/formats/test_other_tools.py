@@ -29,7 +29,7 @@ def modelopt_nvfp4(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tens
     scale = (torch.rand(weight.shape[0], weight.shape[1] // 16, generator=generator) + 0.5).to(torch.float8_e4m3fn)
     second = torch.tensor(0.02 + 0.001 * (weight.shape[0] % 7))
     stored = {"weight": packed, "weight_scale": scale, "weight_scale_2": second, "input_scale": torch.tensor(0.5)}
-    return stored, nvfp4_values(packed, scale, second)
+    return stored, nvfp4_values(packed, scale.float() * second)
 
 
 def modelopt_fp8(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:

@@ -14,7 +14,7 @@ from culet.cli.planning.facts import gather, shares_of
 from culet.config import build_config
 from culet.errors import CheckpointError, ConfigError
 from culet.layers.weight.plain import PlainFormat
-from culet.layers.weight.quantised.choose import rounded
+from culet.layers.weight.quantised.choose import rounded, with_rounded_head
 from culet.layers.weight.quantised.forms import Int4, Nvfp4
 from culet.layers.weight.quantised.matrices import QuantisedFormat
 from culet.layers.weight.quantised.sources import PackedInt4, StoredNvfp4
@@ -22,6 +22,7 @@ from culet.layers.weight.weights import WeightFormat, Weights, all_plain
 from culet.models.checkpoint import open_checkpoint
 from culet.models.folder import read_config
 from culet.models.gemma4 import Gemma4
+from culet.models.quantised.head import head_rounding
 from culet.models.quantised.part_bytes import part_bytes
 from culet.models.variants import VARIANTS
 from culet.models.weights import load_model
@@ -186,26 +187,34 @@ FORMATS: dict[str, tuple[dict[str, Any], str, Callable[[str], WeightFormat]]] = 
     "nvfp4": (
         writing.ct_config((["Linear"], NVFP4, "nvfp4-pack-quantized")),
         "auto",
-        matrices_in(QuantisedFormat(Nvfp4(), StoredNvfp4(False))),
+        matrices_in(QuantisedFormat(Nvfp4(has_divisor=True), StoredNvfp4(False))),
     ),
 }
+# The same with a rounded head.
+HEADS = {f"{form}, head {head}": (form, head) for form, head in (("bf16", "fp8"), ("int4 in groups of 32", "int4"))}
+HEADS |= {f"{form}, head {head}": (form, head) for form, head in (("nvfp4", "int4"), ("fp8", "fp8"))}
 # Ranks would cut groups.
 REFUSED = {("26B-A4B", "int4 in groups of 32", 4), ("26B-A4B", "int4 in groups of 32", 8), ("26B-A4B", "nvfp4", 8)}
 
 
-@matrix({"name": ["12B", "26B-A4B", "31B"], "form": list(FORMATS), "num_ranks": [1, 2, 4, 8]})
+@matrix({"name": ["12B", "26B-A4B", "31B"], "form": [*FORMATS, *HEADS], "num_ranks": [1, 2, 4, 8]})
 def test_the_bytes_of_a_rank(name: str, form: str, num_ranks: int, tmp_path: Path) -> None:
     """The parameters at real sizes, on the first and on the last rank."""
+    form, head = HEADS.get(form, (form, "auto"))
     described, quantization, choose_format = FORMATS[form]
     path = tmp_path / "config.json"
     path.write_text(json.dumps(VARIANTS[name] | ({"quantization_config": described} if described else {})))
-    config = build_config({"tensor_parallel_size": num_ranks, "quantization": quantization})
+    config = build_config({"tensor_parallel_size": num_ranks, "quantization": quantization, "head_quantization": head})
     if (name, form, num_ranks) in REFUSED:
         with pytest.raises(ConfigError, match="are not whole groups"):
             gather(str(path), "h100", config)
         return
     facts = gather(str(path), "h100", config)
     expected = sum(share.rank_bytes for share in shares_of(facts, text_only=True))
+    if (rounding := head_rounding(facts.spec, head)) is not None:
+        found = with_rounded_head(choose_format, rounding, ())
+        assert found is not None
+        choose_format = found
     for rank in (Rank(0, num_ranks), Rank(num_ranks - 1, num_ranks)):
         group = None if num_ranks == 1 else RankGroup(rank)
         weights = Weights(torch.bfloat16, torch.device("meta"), rank, group, choose_format=choose_format)

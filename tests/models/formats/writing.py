@@ -129,7 +129,7 @@ def compressed(weights: dict[str, Any], form: str) -> Quantise:
         state = {"weight": weight.clone(), **qparams(weight, scheme.weights)}
         stored = dict(compressor.compress(dict(state), scheme))
         if form == "nvfp4-pack-quantized":  # the package rounds the scale to bfloat16, so the formula is the reference
-            return stored, nvfp4_values(stored["weight_packed"], stored["weight_scale"], 1 / stored["weight_global_scale"])
+            return stored, nvfp4_values(stored["weight_packed"], stored["weight_scale"].float() / stored["weight_global_scale"])
         wide = stored | {"weight_scale": stored["weight_scale"].float()}
         value = compressor.decompress(dict(wide), scheme)["weight"]
         rounded = compressor.decompress(dict(stored), scheme)["weight"]
@@ -139,12 +139,15 @@ def compressed(weights: dict[str, Any], form: str) -> Quantise:
     return quantise
 
 
-def nvfp4_values(packed: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
-    """Dequantise e2m1 by its definition: sign, two bits of exponent and one of mantissa, even columns in the low nibble."""
+def nvfp4_values(packed: Tensor, scale: Tensor) -> Tensor:
+    """Dequantise e2m1 by its definition: sign, two bits of exponent and one of mantissa, even columns in the low nibble.
+
+    `scale` is that of each group, with the global scale.
+    """
     codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1).long()
     exponent, mantissa = codes >> 1 & 3, (codes & 1).float()
     size = torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1))
-    return torch.where(codes > 7, -size, size) * (scale.float() * factor).repeat_interleave(16, 1)
+    return torch.where(codes > 7, -size, size) * scale.repeat_interleave(16, 1)
 
 
 def qparams(weight: Tensor, args: Any) -> dict[str, Tensor]:

@@ -83,6 +83,18 @@ def test_verify_floor_of_experts() -> None:
     assert 1e6 * floor.decode_step(1, 1024, 4) == pytest.approx(3670, rel=0.002)
 
 
+def test_the_floor_of_a_rounded_head() -> None:
+    """A step of one token reads 2.8 GB of the 31B's head in bfloat16, and 9 bits for 32 of them in int4."""
+    spec = spec_of("31B")
+    plain, rounded = (Floor(spec, H200, quantization="int4", head_quantization=head) for head in ("auto", "int4"))
+    saved = spec.vocab_size * spec.hidden_size * (2 - 9 / 16) / H200.bytes_per_s
+    assert plain.decode_step(1, 1000) - rounded.decode_step(1, 1000) == pytest.approx(saved)
+    settings = {"quantization": "int4", "head_quantization": "int4"}
+    setting = replace(make_setting("31B"), settings={**EQUAL_SETTINGS, **settings})
+    row = STANDARD["tpot"][0]
+    assert setting.floor(row) == pytest.approx(1e3 * rounded.decode_step(1, row.prompt_len + row.output_len // 2))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prefill_floors(variant: str) -> None:
     floor = Floor(spec_of(variant), H200)
@@ -406,7 +418,11 @@ def test_table_and_remarks() -> None:
     assert "WRONG" in render(report.table(wrong, setting))
     assert any("3 of 64 tokens" in remark for remark in report.remarks(wrong))
     waited = report.line_of(Measured(STANDARD["chat"][0], 9.0, (9.0,), {"preemptions": 2, "all_at_once": False}), setting)
-    assert any("2 preemptions" in remark for remark in report.remarks([waited]))
+    assert any(remark.rpartition(": ")[2] == "2 preemptions because the cache was full" for remark in report.remarks([waited]))
+    waited.more["details"]["parked"] = 1
+    assert any(
+        "2 preemptions because the cache was full, 1 of them to host memory" in each for each in report.remarks([waited])
+    )
     bare = make_setting("31B", device="CPU")
     assert "floor" not in render(report.table(make_lines(bare), bare))
 

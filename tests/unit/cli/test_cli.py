@@ -97,6 +97,8 @@ def test_every_config_field_is_a_flag_with_its_doc() -> None:
         (["generate", "hello", "--top-p", "-0.5", "-m", "x"], "top_p: got -0.5"),
         (["generate", "hello", "--max-num-seqs", "0", "-m", "x"], "max-num-seqs: got 0"),
         (["generate", "hello", "--gpu-memory-utilization", "nan", "-m", "x"], "gpu-memory-utilization: got nan"),
+        (["generate", "hello", "--swap-space", "-1", "-m", "x"], "swap-space: got -1.0, expected a number of GiB"),
+        (["generate", "hello", "--swap-space", "inf", "-m", "x"], "swap-space: got inf"),
         (["generate", "hello", "--tensor-parallel-size", "0", "-m", "x"], "tensor-parallel-size: got 0"),
         (["chat", "--n", "2", "-m", "x"], "n: got 2"),
     ],
@@ -116,7 +118,7 @@ def test_mistakes_of_users(arguments: list[str], message: str, capsys: pytest.Ca
     ("arguments", "hint"),
     [
         (["--lora-modules", "a=b"], "hint: Culet does not support LoRA adapters"),
-        (["--swap-space=4"], "hint: Culet does not move weights"),
+        (["--cpu-offload-gb=4"], "hint: Culet does not move weights"),
         (["built-in", "-tp", "2"], "hint: use --tensor-parallel-size"),
         (["-dcp", "2"], "hint: use --tensor-parallel-size, which also divides the cache"),
         (["--decode-context-parallel-size=2"], "hint: use --tensor-parallel-size, which also divides the cache"),

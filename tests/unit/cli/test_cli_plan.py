@@ -116,6 +116,24 @@ def test_fp8_needs_no_wider_copy_on_its_tensor_cores():
     assert working("h200", "fp8") < working("h200", "int4") == working("cpu", "int4") == working("cpu", "fp8")
 
 
+@pytest.mark.parametrize(("model", "saved"), [("31B", 2_025_848_832), ("E4B", 964_689_920)])
+def test_a_head_in_int4(model: str, saved: int):
+    """It takes 9 bits for 32 values of 16 bits, so the cache gets the rest. Everything else stays the same."""
+    options = ("--gpu", "rtx4090", "--dtype", "bfloat16", "--quantization", "int4")
+    before, after = data(model, *options), data(model, *options, "--head-quantization", "int4")
+    parts, smaller = before["weights"]["text"], after["weights"]["text"]
+    count = parts["token embedding"]["parameters"]
+    assert smaller["token embedding"]["bytes"] == count * 9 // 16
+    assert parts["token embedding"]["bytes"] - smaller["token embedding"]["bytes"] == saved
+    assert {**smaller, "token embedding": None} == {**parts, "token embedding": None}
+    assert before["settings"]["head_quantization"] == "auto"
+    assert after["settings"]["head_quantization"] == "int4"
+    text_only = {"text_only": True, "latent": True}
+    assert fit_of(after, **text_only)["cache_bytes"] == fit_of(before, **text_only)["cache_bytes"] + saved
+    shown = invoke(model, *options, "--head-quantization", "int4").output
+    assert "weights int4, head int4, KV cache bfloat16" in shown
+
+
 def test_the_latent_changes_nothing_without_k_eq_v():
     report = data("E4B", "--gpu", "rtx4090")
     with_latent, without = (fit_of(report, text_only=True, latent=latent) for latent in (True, False))

@@ -31,7 +31,7 @@ FORMATS: dict[str, Any] = {
     "int8": QuantisedFormat(Int8(), PackedInt8(0)),
     "fp8": QuantisedFormat(Fp8(), StoredFp8("channel")),
     "fp8 in blocks": QuantisedFormat(Fp8(True), StoredFp8("block")),
-    "nvfp4": QuantisedFormat(Nvfp4(), StoredNvfp4(False)),
+    "nvfp4": QuantisedFormat(Nvfp4(has_divisor=True), StoredNvfp4(False)),
     "rounded to fp8": RoundedFormat("fp8"),
     "rounded to int4": RoundedFormat("int4"),
 }
@@ -42,7 +42,7 @@ SCHEMES = {
     "int8": Scheme("int8"),
     "fp8": Scheme("fp8"),
     "fp8 in blocks": Scheme("fp8", scales="block"),
-    "nvfp4": Scheme("nvfp4"),
+    "nvfp4": Scheme("nvfp4", has_divisor=True),
     "rounded to fp8": rounding_of("fp8").scheme,
     "rounded to int4": rounding_of("int4").scheme,
 }

@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from culet.layers.mlp import MLP
 from culet.layers.weight.base import Matrix, MatrixLayout, Projection, Split, Table
 from culet.layers.weight.e4m3 import E4M3Table
 from culet.layers.weight.placement import Piece, Placement, whole
+from culet.layers.weight.quantised.rounding import RoundedHead
 from culet.layers.weight.weights import Weights, narrowed
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
@@ -268,6 +269,30 @@ def test_candidates_of_shards(precision: str) -> None:
 
     for best in meeting.run(pick_on):
         assert torch.equal(best, pick(whole))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int4"])
+def test_shards_of_a_rounded_table(precision: str) -> None:
+    """Each rank rounds its own rows. Embeddings, logits and candidates are those of the whole table."""
+    meeting, x, ids = Meeting(4), torch.randn(2, 3, 64), torch.tensor([0, 5, 6, 23, 12])
+    stored = torch.randn(24, 64)
+    stored[20] = stored[3]
+
+    def table(weights: Weights) -> Any:
+        weights = replace(weights, choose_format=lambda _: RoundedHead(precision))
+        return fill(weights.table("t", 24, 64, scale=3.0, split=Split.ROWS), {"t.weight": stored})
+
+    def use(table: Any) -> list[Tensor]:
+        best = torch.empty(6, dtype=torch.int64)
+        table.ops.pick_best(table.head_candidates(x, 5.0), best)
+        columns = table.embed_columns(ids, slice(8, 40))
+        return [table.embed(ids), columns, table.head(x[0]), table.capped_head(x[0], 5.0), best]
+
+    whole = use(table(Weights(torch.float32, CPU)))
+    assert torch.equal(whole[1], whole[0][:, 8:40])
+    for found in meeting.run(lambda index: use(table(meeting.weights(index)))):
+        for own, wanted in zip(found, whole, strict=True):
+            torch.testing.assert_close(own, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", ["12B", "26B-A4B", "31B"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -192,6 +192,35 @@ def test_check_pages(message: str, row: Row, monkeypatch: pytest.MonkeyPatch, tm
     assert step["fault"] in caught.value.message
     assert [dumped["slot"] for dumped in step["rows"]] == [good.slot, row.slot]
     assert step["rows"][1]["tables"] == json.loads(json.dumps([asdict(table) for table in row.tables]))
+
+
+@pytest.mark.parametrize(
+    ("message", "saves", "loads"),
+    [
+        ("save with host page 3: page 400 is out of range", ((7, 2), (400, 3)), ()),
+        ("save with page 8: host page 10 is out of range", ((7, 2), (8, 10)), ()),
+        ("save: several pages have the same target", ((7, 2), (8, 2)), ()),
+        ("load with host page 3: page -1 is out of range", ((7, 2),), ((3, -1),)),
+        ("load with page 8: host page -1 is out of range", (), ((-1, 8),)),
+        ("load: several pages have the same target", (), ((1, 8), (2, 8))),
+    ],
+)
+def test_check_host_pages(
+    message: str,
+    saves: tuple[tuple[int, int], ...],
+    loads: tuple[tuple[int, int], ...],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("CULET_CACHE_DIR", str(tmp_path))
+    plan = StepPlan(7, (), (), (), saves=saves, loads=loads)
+    sizes = {"num_slots": 1, "room": 1, "num_slabs": NUM_SLABS}
+    check_step(replace(plan, saves=((7, 2),), loads=((2, 7),)), LAYOUT, **sizes, num_host_pages=10)
+    with pytest.raises(InternalError, match=message):
+        check_step(plan, LAYOUT, **sizes, num_host_pages=10)
+    (dump,) = (tmp_path / "dumps").iterdir()
+    step = json.loads(dump.read_text())
+    assert (step["saves"], step["loads"]) == ([list(pair) for pair in saves], [list(pair) for pair in loads])
 
 
 def test_arrays_travel_packed() -> None:

@@ -1,6 +1,7 @@
 """The head of a drafter. It finds each row's most likely token among a few candidates.
 
     head_candidates      the best token of each tile of the vocabulary, logits = cap * tanh(scale * (x @ table^T) / cap)
+    peaks                the same from logits that are already computed
     cluster_candidates   the tokens of some clusters, for heads that score clusters first
     pick_best            the best candidate
     embed_beside         table[token] * scale | hidden
@@ -312,7 +313,7 @@ def head_candidates(x_RD: Tensor, table_VD: Tensor, scale_V: Tensor | None, cap:
     is_wide = x_RD.is_cuda and x_RD.dtype is not torch.bfloat16  # as in `linear`
     if scale_V is None and (is_wide or not is_small):
         flat_RD = x_RD.flatten(0, -2)
-        return _peaks(F.linear(flat_RD, table_VD) if cap is None else capped_head(flat_RD, table_VD, cap))
+        return peaks(F.linear(flat_RD, table_VD) if cap is None else capped_head(flat_RD, table_VD, cap))
     num_rows = x_RD.shape[:-1].numel()
     candidates = _empty_candidates(num_rows, cdiv(table_VD.shape[0], TILE_V), x_RD.device)
     if num_rows:
@@ -331,8 +332,8 @@ def cluster_candidates(z_RD: Tensor, table_VD: Tensor, ids_MJ: Tensor, chosen_RK
     return candidates
 
 
-def _peaks(logits_RV: Tensor) -> Candidates:
-    """Return the best token of each tile of logits."""
+def peaks(logits_RV: Tensor) -> Candidates:
+    """Return candidates that include the best token of each row, given its logits: the best of each tile."""
     num_rows, width = logits_RV.shape
     candidates = _empty_candidates(num_rows, cdiv(width, LOGITS_TILE), logits_RV.device)
     if num_rows:

@@ -21,7 +21,7 @@ from culet.kernels.triton.device import shared_bytes, stages_that_fit
 from culet.kernels.triton.launch import Launch, cdiv, next_power_of_2
 from culet.kernels.triton.linear.epilogue import store_sums
 from culet.kernels.triton.linear.few_tokens import MIN_COLUMNS, workspace
-from culet.kernels.triton.linear.tiles import GATED, MAX_ARRIVALS, MAX_PARTS, PLAIN, Tile
+from culet.kernels.triton.linear.tiles import GATED, MAX_ARRIVALS, MAX_PARTS, PLAIN, SOFTCAP, Tile
 from culet.kernels.triton.quantised.hopper_bits import describe_bits
 from culet.kernels.triton.quantised.hopper_stream import describe_stream
 from culet.kernels.triton.quantised.packed import PackedMatrix
@@ -38,14 +38,18 @@ def _quantised_tiles_kernel(
     K: tl.constexpr, SCALE_STRIDE: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, ROW_STRIDE: tl.constexpr, ROW_FACTOR: tl.constexpr,
     BY_HAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    KEEP_PARTS: tl.constexpr, STAGES: tl.constexpr, EPILOGUE: tl.constexpr, PDL: tl.constexpr,
+    KEEP_PARTS: tl.constexpr, STAGES: tl.constexpr, EPILOGUE: tl.constexpr, TOKENS_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile [BLOCK_N weight rows, BLOCK_M tokens], over K or one of SPLIT_K parts of K.
 
-    With KEEP_PARTS, y has a plane [M, N] for each part, and the caller sums the planes.
+    With KEEP_PARTS, y has a plane [M, N] for each part, and the caller sums the planes. With TOKENS_FIRST, programs that read
+    the same weights run side by side.
     """
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tokens = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_tile, token_tile = tl.program_id(0), tl.program_id(2)
+    if TOKENS_FIRST:
+        row_tile, token_tile = tl.program_id(2), tl.program_id(0)
+    rows = row_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = token_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_K)
     safe_rows = tl.where(rows < N, rows, 0)
     dtype: tl.constexpr = x.dtype.element_ty
@@ -79,7 +83,7 @@ def _quantised_tiles_kernel(
             up = scale_rows(up, row_scale + N * ROW_STRIDE, rows, N, ROW_STRIDE, ROW_FACTOR)
     store_sums(
         total, up, rows[:, None], tokens.to(tl.int64)[None, :], y, factor, parts,
-        arrivals + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), M, N, y_stride, factor_stride,
+        arrivals + token_tile * tl.cdiv(N, BLOCK_N) + row_tile, M, N, y_stride, factor_stride,
         softcap, SPLIT_K, KEEP_PARTS, EPILOGUE,
     )  # fmt: skip
 
@@ -125,9 +129,11 @@ def describe(x_MK: Tensor, matrix: PackedMatrix, out: Tensor, tile: Tile, epilog
         "KEEP_PARTS": out.dim() == 3,
         "STAGES": _stages(tile, block_m, block_k, epilogue, x_MK.element_size(), limit),
         "EPILOGUE": epilogue,
+        # The head does not fit the L2 cache, so it would be read from memory for every tile of tokens.
+        "TOKENS_FIRST": epilogue == SOFTCAP and token_tiles > 1,
         "PDL": pdl,
     }
-    grid = (tiles, tile.split_k, token_tiles)
+    grid = (token_tiles, tile.split_k, tiles) if arguments["TOKENS_FIRST"] else (tiles, tile.split_k, token_tiles)
     return Launch(_quantised_tiles_kernel, grid, arguments, options(tile.num_warps, pdl))
 
 

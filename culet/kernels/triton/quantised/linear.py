@@ -42,7 +42,7 @@ def _choose(x_MK: Tensor, matrix: PackedMatrix, product: Product) -> Tile | None
         return None  # Tensor cores would round float32 to tf32.
     if x_MK.device.type == "cpu":
         return choose_tile(product, matrix)
-    if rounds_tokens(product.num_tokens, matrix, x_MK.device):
+    if product.epilogue != SOFTCAP and rounds_tokens(product.num_tokens, matrix, x_MK.device):
         return None
     tile = None
     if is_replayed() and is_hopper(x_MK.device) and not (x_MK.stride(0) % 8 or x_MK.data_ptr() % 16):
@@ -129,10 +129,15 @@ def linear_gelu_times(x_MK: Tensor, weight: QuantisedWeight, factor_MN: Tensor) 
 
 
 def capped_head(x_LD: Tensor, weight: QuantisedWeight, cap: float | None) -> Tensor:
-    """Return cap * tanh(x @ W^T / cap) as float32 [L, V]. If `cap` is None, logits are not capped."""
+    """Return cap * tanh(x @ W^T / cap) as float32 [L, V]. If `cap` is None, logits are not capped.
+
+    Tokens are never rounded to e4m3, so that logits are as precise in a large batch as alone.
+    """
     matrix = PackedMatrix.of(weight)
+    out = torch.empty(x_LD.shape[0], matrix.num_rows, dtype=torch.float32, device=x_LD.device)
+    if not x_LD.shape[0]:
+        return out
     tile = _choose(x_LD, matrix, Product(x_LD.shape[0], matrix.num_rows, SOFTCAP))
     if tile is None:
         return softcap(_many_tokens(x_LD, matrix), cap)
-    out = torch.empty(x_LD.shape[0], matrix.num_rows, dtype=torch.float32, device=x_LD.device)
     return _run(x_LD, matrix, out, tile, PLAIN if cap is None else SOFTCAP, softcap=cap)

@@ -51,6 +51,6 @@ class PackedMatrix:
                 has_blocks = scale.shape[-2:] != (values.shape[-2], 1)
                 group = FP8_BLOCK if has_blocks else values.shape[-1]
                 return cls(FP8, values.contiguous().view(torch.int32), scale, group, has_blocks=has_blocks)
-            case Nvfp4Weight(packed, _, global_scale):
+            case Nvfp4Weight(packed, _, global_scale, _):
                 words, narrow = packed.contiguous().view(torch.int32), scale.view(torch.uint8)
                 return cls(NVFP4, words, narrow, NVFP4_GROUP, global_scale=global_scale.contiguous())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from culet.kernels.triton.launch import cdiv
-from culet.kernels.triton.linear.tiles import GATED, MAX_ARRIVALS, MAX_PARTS, PLAIN, Tile
+from culet.kernels.triton.linear.tiles import GATED, MAX_ARRIVALS, MAX_PARTS, PLAIN, SOFTCAP, Tile
 from culet.kernels.triton.quantised.packed import PackedMatrix
 from culet.kernels.triton.quantised.unpack import FP8, INT4, INT8, NVFP4
 from culet.kernels.types import FP8_BLOCK
@@ -13,7 +13,7 @@ from culet.kernels.types import FP8_BLOCK
 MAX_BITS_TOKENS = 8  # at 12 and 16, `hopper_stream` is 17 to 28 % faster
 MAX_STREAM_TOKENS = 32
 MAX_WARP_TOKENS = 16
-MAX_TILE_TOKENS = 128  # With more, cuBLAS and a dequantised copy are faster.
+MAX_TILE_TOKENS = 128  # With more, cuBLAS and a dequantised copy are faster. A copy of the head would take gigabytes.
 STREAM_PROGRAMS = 200  # K is split until there are this many, with up to 8 tokens.
 RESIDENT_PROGRAMS = 264  # two on each of 132 multiprocessors. With more tokens, more programs would run in a second wave.
 STREAM_BYTES = 2.5e6  # Smaller matrices of 4-bit weights are faster by `warps`.
@@ -139,7 +139,7 @@ def _divides(block_k: int, matrix: PackedMatrix) -> bool:
 
 def choose_tile(product: Product, matrix: PackedMatrix) -> Tile | None:
     """Return the tile of the kernel that supports every matrix and GPU, or None if there are too many tokens for it."""
-    if product.num_tokens > MAX_TILE_TOKENS:
+    if product.num_tokens > MAX_TILE_TOKENS and product.epilogue != SOFTCAP:
         return None
     block_n, num_warps = (64, 4) if product.num_tokens <= 32 or product.epilogue == GATED else (128, 8)
     steps = cdiv(matrix.num_columns, 128)

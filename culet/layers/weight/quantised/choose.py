@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -12,11 +12,11 @@ from culet.errors import CheckpointError
 from culet.layers.weight.placement import FLOATS
 from culet.layers.weight.plain import PerExpertFormat, PlainFormat
 from culet.layers.weight.quantised.forms import Fp8, Int4, Int8, Nvfp4
-from culet.layers.weight.quantised.gguf import block_format
+from culet.layers.weight.quantised.gguf import RoundedQ6K, block_format
 from culet.layers.weight.quantised.matrices import QuantisedFormat
 from culet.layers.weight.quantised.mobile import MobileFormat
-from culet.layers.weight.quantised.rounding import RoundedFormat
-from culet.layers.weight.quantised.scheme import MOBILE, MODELOPT, Description, Scheme, is_group
+from culet.layers.weight.quantised.rounding import RoundedFormat, RoundedHead
+from culet.layers.weight.quantised.scheme import MOBILE, MODELOPT, Description, HeadRounding, Scheme, is_group
 from culet.layers.weight.quantised.sources import PackedInt4, PackedInt8, StoredFp8, StoredNvfp4
 from culet.layers.weight.weights import WeightFormat
 
@@ -43,6 +43,22 @@ def rounded(precision: str) -> Callable[[str], WeightFormat]:
     """Return a chooser for a plain checkpoint that is quantised while it is loaded."""
     chosen = RoundedFormat(precision)
     return lambda _: chosen
+
+
+def with_rounded_head(
+    choose: Callable[[str], WeightFormat], head: HeadRounding, stored_types: Collection[str]
+) -> Callable[[str], WeightFormat] | None:
+    """Return a chooser that differs from `choose` in the head, which is quantised while it is loaded.
+
+    `stored_types` are those of the head's tensors. Return None if the head is stored quantised.
+    """
+    if FLOATS.issuperset(stored_types):
+        chosen = RoundedHead(head.precision)
+    elif set(stored_types) == {"Q6_K"}:
+        chosen = RoundedHead(head.precision, RoundedQ6K())
+    else:
+        return None
+    return lambda name: chosen if name == head.name else choose(name)
 
 
 @dataclass(frozen=True)
@@ -119,7 +135,7 @@ class StoredFormats:
             return MobileFormat(8 if header.dtype == "I8" else bits if bits != 8 else 4)
         is_modelopt = self.quantisation.method == MODELOPT
         if header.dtype == "U8":
-            return QuantisedFormat(Nvfp4(), StoredNvfp4(is_modelopt))
+            return QuantisedFormat(Nvfp4(has_divisor=not is_modelopt), StoredNvfp4(is_modelopt))
         scheme = self._scheme(stored_module)
         self._check_kind(stored_module, header, scheme)
         return _format_of(scheme, self._scale_dtype(module, scheme))

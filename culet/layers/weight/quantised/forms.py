@@ -141,7 +141,9 @@ class Fp8(WeightForm):
 
 @dataclass(frozen=True)
 class Nvfp4(WeightForm):
-    """e2m1 with an e4m3 scale per 16 columns and a float32 scale per projection."""
+    """e2m1 with an e4m3 scale per 16 columns and a float32 scale per projection, which may be stored as a divisor."""
+
+    has_divisor: bool = False
 
     def allocate(self, shape: tuple[int, ...], site: Site) -> Nvfp4Weight:
         *lead, num_columns = shape
@@ -151,6 +153,7 @@ class Nvfp4(WeightForm):
             torch.empty(*lead, num_columns // 2, dtype=torch.uint8, device=site.device),
             torch.empty(*lead, num_columns // NVFP4_GROUP, dtype=torch.float8_e4m3fn, device=site.device),
             torch.empty(*lead, 1, dtype=torch.float32, device=site.device),
+            torch.empty(*lead, 1, dtype=torch.float32, device=site.device) if self.has_divisor else None,
         )
 
     def with_column_order(self, order: Tensor) -> WeightForm | None:

@@ -1,13 +1,13 @@
 """Blocks of GGUF files: Q4_0 and Q8_0, which are int4 and int8 with float16 scales for groups of 32, and Q6_K.
 
 The slice of a stored tensor is its raw blocks, uint8 [rows, blocks * block bytes]. llama.cpp stores tables as Q6_K in files
-whose matrices are Q4_0. These become plain weights.
+whose matrices are Q4_0. These become plain weights, or are rounded by `--head-quantization`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from culet.layers.weight.quantised.block_types import BLOCK_SIZES, GROUP, SCALE_
 from culet.layers.weight.quantised.cut import Cut
 from culet.layers.weight.quantised.forms import Int4, Int8, WeightForm
 from culet.layers.weight.quantised.matrices import QuantisedFormat
+from culet.layers.weight.quantised.rounding import Rounded
 from culet.layers.weight.quantised.sources import Placed, reorder
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -109,6 +110,13 @@ def _dequantised(placement: Placement) -> Placement:
             problem = f"a rank would hold columns {held} of a Q6_K matrix, which are not whole blocks of {size}"
             raise ConfigError(problem, hint="use fewer GPUs for this file")
 
+        if isinstance(piece, ConvertedPiece):
+
+            def convert_again(raw: Tensor) -> tuple[Tensor, ...]:
+                return piece.convert(dequantise_q6_k(raw))
+
+            return replace(piece, convert=convert_again)
+
         def convert(raw: Tensor) -> tuple[Tensor]:
             rows = raw.flatten(0, -2).split(max(1, _VALUES_AT_ONCE // raw.shape[-1]))
             value = torch.cat([dequantise_q6_k(part).to(piece.target.dtype) for part in rows]).unflatten(0, raw.shape[:-1])
@@ -147,6 +155,17 @@ class Q6KFormat:
 
     def experts(self, layout: ExpertsLayout, site: Site) -> ExpertStack:
         return _Q6KExperts(layout, site)
+
+
+@dataclass(frozen=True)
+class RoundedQ6K:
+    """Q6_K blocks of a table that is rounded to another form while it is loaded."""
+
+    has_stacked_experts = True
+
+    def placements(self, cut: Cut, held: QuantisedWeight) -> Placed:
+        for name, placement in Rounded().placements(cut, held):
+            yield name, _dequantised(placement)
 
 
 def block_format(kind: str) -> QuantisedFormat | Q6KFormat:

@@ -26,6 +26,7 @@ from culet.layers.weight.base import (
     Table,
     TableLayout,
     begin_blocks_of,
+    join_candidates,
 )
 from culet.layers.weight.joined import JoinedMatrix, ReorderedMatrix
 from culet.layers.weight.placement import Placement
@@ -92,7 +93,7 @@ class QuantisedMatrix(Matrix):
 
 
 class QuantisedTable(Table):
-    """A table in int4 or int8. A lookup dequantises its rows, and the head uses the table as a matrix."""
+    """A quantised table. A lookup dequantises its rows, and the head uses the table as a matrix."""
 
     def __init__(self, layout: TableLayout, site: Site, form: WeightForm, source: Source) -> None:
         super().__init__()
@@ -112,14 +113,9 @@ class QuantisedTable(Table):
         return self.embed_columns(token_ids_T, slice(None))
 
     def embed_columns(self, token_ids_T: Tensor, columns: slice) -> Tensor:
-        local_T = token_ids_T - self.own_rows.start
-        is_own_T = (local_T >= 0) & (local_T < self.own_rows.stop - self.own_rows.start)
-        rows_TD = self.tensors.ops.rows(local_T.where(is_own_T, 0), self.tensors.held)
         # As in the formats' reference implementations, a row is rounded before it is scaled.
-        embedded_TD = rows_TD[:, columns].to(self.dtype) * self.scale
-        if not self.is_shard:
-            return embedded_TD
-        return join_parts(embedded_TD.masked_fill_(~is_own_T[:, None], 0.0), self.all_reduce)
+        own_TD = self.tensors.ops.look_up(token_ids_T, self.tensors.held, self.own_rows.start, columns, self.scale, self.dtype)
+        return join_parts(own_TD, self.all_reduce)
 
     def head(self, x_LD: Tensor) -> Tensor:
         logits = self.tensors.ops.linear(x_LD, self.tensors.held)
@@ -130,8 +126,8 @@ class QuantisedTable(Table):
         return join_columns(logits, self.own_rows, self.layout.num_rows, self.all_reduce)
 
     def head_candidates(self, x_RD: Tensor, cap: float | None) -> Candidates:
-        scores = self.capped_head(x_RD.flatten(0, -2), cap)
-        return Candidates(scores.unflatten(0, x_RD.shape[:-1]), None)
+        found = self.ops.peaks(self.tensors.ops.capped_head(x_RD.flatten(0, -2), self.tensors.held, cap))
+        return join_candidates(found, self.own_rows.start, self.all_reduce)
 
     def begin_blocks(
         self, newest_R: Tensor, length_R: Tensor, tables: tuple[Tensor, Tensor], shape: BlockShape, inv_freq: Tensor

@@ -80,7 +80,7 @@ class RangedMatrix(Matrix):
     def own_placements(self) -> Iterator[tuple[str, Placement]]:
         (projection,) = self.layout.projections
         for name, target in (("input", self.input_scale), ("output", self.output_scale)):
-            yield f"{projection.name}.{name}_activation_scale", scalar_placement(target, lambda value: value)
+            yield f"{projection.name}.{name}_activation_scale", scalar_placement(target)
 
     def linear(self, x_TD: Tensor) -> Tensor:
         return round_range(self.inner.linear(round_range(x_TD, self.input_scale)), self.output_scale)

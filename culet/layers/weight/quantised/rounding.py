@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from culet.kernels.eager.quantised import pack_int4
 from culet.kernels.types import Fp8Weight, Int4Weight, QuantisedWeight
-from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixLayout, Site
+from culet.layers.weight.base import ExpertsLayout, ExpertStack, Matrix, MatrixLayout, Site, Table, TableLayout
 from culet.layers.weight.placement import ConvertedPiece, Placement
-from culet.layers.weight.plain import PlainFormat
+from culet.layers.weight.plain import PlainFormat, rounded
 from culet.layers.weight.quantised.cut import Cut
 from culet.layers.weight.quantised.forms import Fp8, Int4, WeightForm
 from culet.layers.weight.quantised.matrices import QuantisedFormat
 from culet.layers.weight.quantised.scheme import rounding_of
-from culet.layers.weight.quantised.sources import Placed, reorder, reorder_rows
+from culet.layers.weight.quantised.sources import Placed, Source, reorder, reorder_rows
 from culet.registry import lookup
 
 INT4_GROUP = rounding_of("int4").scheme.group
@@ -65,8 +65,8 @@ class Rounded:
             if isinstance(held, Int4Weight):
                 parts = [round_int4(part, held.group) for part in _in_row_chunks(reorder(value, cut))]
             else:
-                rounded = [round_fp8(part) for part in _in_row_chunks(reorder_rows(value, cut))]
-                parts = [(reorder_columns(part.view(torch.uint8)[:, cut.columns], cut), scale) for part, scale in rounded]
+                pairs = [round_fp8(part) for part in _in_row_chunks(reorder_rows(value, cut))]
+                parts = [(reorder_columns(part.view(torch.uint8)[:, cut.columns], cut), scale) for part, scale in pairs]
             return torch.cat([part for part, _ in parts]), torch.cat([scale for _, scale in parts])
 
         ending = ".weight" if cut.expert is None else ""
@@ -85,11 +85,12 @@ class RoundedFormat(PlainFormat):
     """Makes matrices and experts that are rounded while they are loaded. Tables stay plain."""
 
     precision: str  # fp8 or int4
+    source: Source = Rounded()
 
     @property
     def _quantised(self) -> QuantisedFormat:
         forms: dict[str, WeightForm] = {"fp8": Fp8(), "int4": Int4(INT4_GROUP)}
-        return QuantisedFormat(lookup("quantization", self.precision, forms), Rounded())
+        return QuantisedFormat(lookup("quantization", self.precision, forms), self.source)
 
     def matrix(self, layout: MatrixLayout, site: Site) -> Matrix:
         fits = rounding_of(self.precision).fits(layout.num_columns)
@@ -99,6 +100,15 @@ class RoundedFormat(PlainFormat):
         rounding = rounding_of(self.precision)
         fits = rounding.fits(layout.width) and rounding.fits(layout.hidden_size)
         return self._quantised.experts(layout, site) if fits else super().experts(layout, site)
+
+
+@dataclass(frozen=True)
+class RoundedHead(RoundedFormat):
+    """Makes a table, or the matrix of a head, that is rounded while it is loaded."""
+
+    def table(self, layout: TableLayout, site: Site) -> Table:
+        # As in a plain table, embeddings are multiplied by the rounded scale that the model was trained with.
+        return self._quantised.table(replace(layout, scale=rounded(layout.scale, site.dtype)), site)
 
 
 def stored_parts(wide: Tensor, precision: str) -> dict[str, Tensor]:

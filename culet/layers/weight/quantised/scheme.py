@@ -15,6 +15,11 @@ _BLOCK = 128  # rows and columns of an fp8 block
 _NVFP4_GROUP = 16  # columns that share a scale
 _LEAST_GROUP = 8  # columns: an int4 word
 _ROUNDED_GROUP = 32  # of `--quantization int4`
+# As measured for docs/log/accuracy.md.
+_HEAD_COST = (
+    "embeddings are rounded too, because the head is the embedding table; {} % of the built-in model's most likely tokens "
+    "change, and larger models were not measured"
+)
 
 
 def kind_of(number: str, bits: int) -> str:
@@ -36,6 +41,7 @@ class Scheme:
     has_zero: bool = False
     scales: str = "channel"  # for fp8: channel, tensor or block
     is_packed: bool = True  # for int8
+    has_divisor: bool = False  # for nvfp4: the global scale is stored as a divisor, which is kept beside its reciprocal
 
     @property
     def bits(self) -> int:
@@ -63,7 +69,7 @@ class Scheme:
         if self.kind == "int8":
             return values + groups * itemsize
         if self.kind == "nvfp4":
-            return values / 2 + values / _NVFP4_GROUP + 4 * num_rows
+            return values / 2 + values / _NVFP4_GROUP + 4 * num_rows * (1 + self.has_divisor)
         blocks = -(-num_rows // _BLOCK) * -(-num_columns // _BLOCK)
         return values + 4 * (blocks if self.scales == "block" else num_rows)
 
@@ -74,6 +80,7 @@ class Rounding:
 
     scheme: Scheme
     words: str  # for the log
+    head_cost: str  # what rounding the head costs, for the log
     has_better_files: bool = False  # training with quantised weights gives better ones
 
     def fits(self, num_columns: int) -> bool:
@@ -83,10 +90,15 @@ class Rounding:
 
 # By the name of the precision in the settings.
 ROUNDINGS = {
-    "fp8": Rounding(Scheme("fp8"), "each row of a matrix gets a scale; tables, norms and the router keep their precision"),
+    "fp8": Rounding(
+        Scheme("fp8"),
+        "each row of a matrix gets a scale; tables, norms and the router keep their precision",
+        _HEAD_COST.format("1.2"),
+    ),
     "int4": Rounding(
         Scheme("int4", _ROUNDED_GROUP),
         f"rounded to nearest in groups of {_ROUNDED_GROUP}; quantisation-aware training gives better files",
+        _HEAD_COST.format("4.3"),
         has_better_files=True,
     ),
 }
@@ -94,6 +106,18 @@ ROUNDINGS = {
 
 def rounding_of(precision: str) -> Rounding:
     return lookup("quantization", precision, ROUNDINGS)
+
+
+@dataclass(frozen=True)
+class HeadRounding:
+    """Which table or matrix is the head, and the precision that it is quantised to while it is loaded."""
+
+    name: str  # as in the model
+    precision: str
+
+    @property
+    def scheme(self) -> Scheme:
+        return rounding_of(self.precision).scheme
 
 
 def is_widened(precision: str, arch: Arch) -> bool:

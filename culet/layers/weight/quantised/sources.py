@@ -160,7 +160,7 @@ class StoredFp8:
             blocks = piece(target, cut, cut.columns_in(FP8_BLOCK), lambda value: value, rows=rows)
             return Placement((num_blocks(cut.shape[0]), num_blocks(cut.shape[1])), (blocks,), has_scales=True)
         if self.scales == "tensor":
-            return scalar_placement(target, lambda value: value)
+            return scalar_placement(target)
 
         # The stored shape is [out, 1] or [out], so the whole tensor is read.
         def rows_of(value: Tensor) -> tuple[Tensor]:
@@ -172,13 +172,16 @@ class StoredFp8:
 WHOLE: tuple[slice, ...] = (...,)  # type: ignore[assignment]  # the region that covers a tensor of any shape
 
 
-def scalar_placement(target: Tensor, convert: Convert, *, is_divisor: bool = False) -> Placement:
-    """Place a stored scalar, [] or [1], into all of `target`."""
+def scalar_placement(target: Tensor, divisor: Tensor | None = None) -> Placement:
+    """Place a stored scalar, [] or [1], into all of `target`. With a `divisor`, place it there, and its reciprocal here."""
 
-    def expand(value: Tensor) -> tuple[Tensor]:
-        return (convert(value.float().reshape(1, 1)).expand(target.shape),)
+    def expand(value: Tensor) -> tuple[Tensor, ...]:
+        scalar = value.float().reshape(1, 1).expand(target.shape)
+        return (scalar,) if divisor is None else (scalar.reciprocal(), scalar)
 
-    return Placement((), (ConvertedPiece(target, WHOLE, convert=expand),), has_scales=True, is_divisor=is_divisor, is_flat=True)
+    more = () if divisor is None else (divisor,)
+    piece = ConvertedPiece(target, WHOLE, convert=expand, more_targets=more)
+    return Placement((), (piece,), has_scales=True, is_divisor=divisor is not None, is_flat=True)
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,7 @@ class StoredNvfp4:
 
     def placements(self, cut: Cut, held: QuantisedWeight) -> Placed:
         assert isinstance(held, Nvfp4Weight)
+        assert self.is_modelopt == (held.divisor is None)
         num_rows, num_columns = cut.shape
 
         def values(packed: Tensor) -> Tensor:
@@ -204,6 +208,6 @@ class StoredNvfp4:
         scale = scale_placement(held.scale, cut, num_columns // NVFP4_GROUP, E4M3_TYPES)
         yield f"{cut.name}.weight_scale", scale
         if self.is_modelopt:
-            yield f"{cut.name}.weight_scale_2", scalar_placement(held.global_scale, lambda value: value)
+            yield f"{cut.name}.weight_scale_2", scalar_placement(held.global_scale)
         else:
-            yield f"{cut.name}.weight_global_scale", scalar_placement(held.global_scale, torch.reciprocal, is_divisor=True)
+            yield f"{cut.name}.weight_global_scale", scalar_placement(held.global_scale, held.divisor)
