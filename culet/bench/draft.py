@@ -28,6 +28,7 @@ from culet.engine.start.rehearsal import Rehearsal
 from culet.errors import ConfigError
 from culet.kernels.captures import Captures
 from culet.kernels.compiling import use_disk_cache
+from culet.layers.weight.weights import Weights
 from culet.models.checkpoint import open_checkpoint
 from culet.models.gemma4 import Gemma4
 from culet.models.weights import load_model
@@ -92,6 +93,7 @@ class DraftBench:
         self.layout: CacheLayout = plan_cache(specs)
         self.num_heads = self.spec.layers[0].num_heads
         self.plan = plan_attention(target_groups(self.layout), self.num_heads, str(self.device))
+        draft_plan.check(Weights(self.dtype, self.device), latent=config.cache.latent)
         self.model: Gemma4 = load_model(
             checkpoint,
             dtype=self.dtype,

@@ -7,7 +7,8 @@ Each drafter with weights is a package with four files:
     model.py     its layers and weights.
     drafter.py   a Drafter, which the runner calls in every draft round.
 
-`DRAFTERS` names the plan of each method, `open_drafter` opens it, and `DrafterPlan.build` loads the weights. A draft round is:
+`DRAFTERS` names the plan of each method, and `open_drafter` opens it. `DrafterPlan.check` checks the files before the target
+fills the device, and `DrafterPlan.build` loads them. A draft round is:
 
     the target's forward pass -> commit(taps) -> draws, accepted drafts -> propose(draft batch) -> the next step
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # `culet plan` imports this module without torch
     from culet.attention.batch import GroupBatch
     from culet.cache.pool import Pool
     from culet.config import DraftChoice
+    from culet.layers.weight.weights import Weights
     from culet.models.gemma4 import Gemma4
     from culet.models.spec import ModelSpec
 
@@ -130,6 +132,12 @@ class DrafterPlan(Protocol):
         """Return the bytes of its weights, or of the part that a rank with this cache layout holds.
 
         `itemsize` is the size of an activation.
+        """
+
+    def check(self, weights: Weights, *, latent: bool) -> None:
+        """Raise if `build` would find its files or settings bad, for a target that is made from `weights`. Nothing is loaded.
+
+        `latent` is whether the target's cache is latent.
         """
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> Drafter:

@@ -10,9 +10,9 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -114,6 +114,42 @@ def _round_head(weights: Weights, head: HeadRounding, stored_types: Collection[s
     return replace(weights, choose_format=choose_format)
 
 
+@dataclass(frozen=True)
+class CheckedFiles(Generic[M]):
+    """Files that were checked against their model. Nothing is on the device yet."""
+
+    stored: dict[str, StoredTensor]
+    chosen: dict[str, str]  # placement name -> stored name
+    weights: Weights  # with the formats of the files, or those that plain weights are quantised to
+    model: M  # on the meta device
+
+
+def check_weights(
+    folder: Path,
+    build: Callable[[Weights], M],
+    match: Callable[[Iterable[str]], dict[str, str]],
+    weights: Weights,
+    *,
+    quantization: str = AUTO,
+    head: HeadRounding | None = None,
+) -> CheckedFiles[M]:
+    """Raise unless the files in `folder` are those of the model that `build` makes from `weights`. The device is not used.
+
+    `match` selects the stored names to read and returns a map of placement name -> stored name. `folder` may be a GGUF file.
+    """
+    stored = read_headers(folder)
+    chosen = {local: name for local, name in match(stored).items() if name.rpartition(".")[2] not in SKIPPED}
+    weights = _choose_formats(folder, weights, stored, chosen, quantization)
+    if head is not None:
+        stored_types = {stored[name].dtype for local, name in chosen.items() if local.rpartition(".")[0] == head.name}
+        weights = _round_head(weights, head, stored_types, shown(folder))
+    model = build(replace(weights, device=torch.device("meta")))
+    places = model.placements()
+    _check(folder, places, stored, chosen)
+    _check_scales(folder, places, stored, chosen)
+    return CheckedFiles(stored, chosen, weights, model)
+
+
 def load_weights(
     folder: Path,
     build: Callable[[Weights], M],
@@ -124,23 +160,11 @@ def load_weights(
     head: HeadRounding | None = None,
     progress: bool = True,
 ) -> M:
-    """Build a model from `weights` with `build`, fill it from the files in `folder`, and finish it.
-
-    `match` selects the stored names to read and returns a map of placement name -> stored name. `folder` may be a GGUF file.
-    """
-    stored = read_headers(folder)
-    chosen = {local: name for local, name in match(stored).items() if name.rpartition(".")[2] not in SKIPPED}
-    weights = _choose_formats(folder, weights, stored, chosen, quantization)
-    if head is not None:
-        stored_types = {stored[name].dtype for local, name in chosen.items() if local.rpartition(".")[0] == head.name}
-        weights = _round_head(weights, head, stored_types, shown(folder))
-    # Build on the meta device first, so that a checkpoint that does not match raises before memory is allocated.
-    places = build(replace(weights, device=torch.device("meta"))).placements()
-    _check(folder, places, stored, chosen)
-    _check_scales(folder, places, stored, chosen)
-    model = build(weights)
+    """Check the files in `folder`, build a model from `weights` with `build`, fill it from the files, and finish it."""
+    files = check_weights(folder, build, match, weights, quantization=quantization, head=head)
+    model = build(files.weights)
     words = "Loading weights" if quantization == AUTO and head is None else "Quantising weights"
-    _fill(model.placements(), stored, chosen, weights.device, words=words, progress=progress)
+    _fill(model.placements(), files.stored, files.chosen, weights.device, words=words, progress=progress)
     model.finish()
     return model
 
@@ -156,7 +180,7 @@ def _choose_formats(
         return weights if is_plain else replace(weights, choose_format=StoredFormats(quantisation, headers, chosen))
     if not is_plain:
         problem = f"quantization: got {quantization}, but the weights of {shown(folder)} are already quantised"
-        raise ConfigError(problem, hint="omit --quantization, or pass the bfloat16 checkpoint")
+        raise ConfigError(problem, hint="omit this setting, or pass the bfloat16 checkpoint")
     return choose_rounding(weights, quantization)
 
 

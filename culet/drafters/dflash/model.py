@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from culet.layers.weight.weights import Weights
 from culet.models.gemma4 import Gemma4
 from culet.models.random_checkpoint import RandomDraw
 from culet.models.random_weights import fill_randomly
-from culet.models.weights import choose_rounding, load_weights
+from culet.models.weights import check_weights, choose_rounding, load_weights
 
 COMMIT_TOKENS = 1024  # features computed at a time (for the 31B, the joined taps of 1024 tokens take 66 MiB)
 _IGNORED = ("embed_tokens.weight", "lm_head.weight")  # some tools store them, but the target's are used
@@ -105,16 +106,17 @@ class DFlashLayer(Layer):
 class DFlashModel(Layer):
     """The drafter's decoder, with the embedding and head of the target. Weights are allocated unfilled."""
 
-    def __init__(self, spec: DFlashSpec, target: Gemma4, weights: Weights) -> None:
+    def __init__(self, spec: DFlashSpec, first_layer: int, weights: Weights) -> None:
+        """Allocate the model. `first_layer` is the number of its first layer in the pool."""
         super().__init__()
-        size, first = spec.hidden_size, len(target.spec.layers)
+        size = spec.hidden_size
         self.spec, self.ops = spec, weights.ops
-        self.target = (target,)  # in a tuple, so that its weights are not counted as the drafter's
+        self.target: tuple[Gemma4, ...] = ()  # see `bind`
         self.fc = weights.matrix(Projection("fc", size), num_columns=len(spec.taps) * size)
         self.hidden_norm = weights.vector("hidden_norm.weight", size)
         self.norm = weights.vector("norm.weight", size)
         self._layers = [
-            DFlashLayer(spec, first + index, weights.below(f"layers.{index}.")) for index in range(len(spec.layers))
+            DFlashLayer(spec, first_layer + index, weights.below(f"layers.{index}.")) for index in range(len(spec.layers))
         ]
         self.layers = nn.ModuleList(self._layers)
         # Not a buffer of the module, so that no cast of the model can round it.
@@ -182,24 +184,37 @@ class DFlashModel(Layer):
         for layer in self._layers:
             layer.finish()
 
+    def bind(self, target: Gemma4) -> None:
+        """Use the embedding and head of `target`. It is in a tuple, so that its weights are not counted as the drafter's."""
+        self.target = (target,)
+
+
+def check_dflash(folder: Path, spec: DFlashSpec, first_layer: int, weights: Weights, *, quantization: str = "auto") -> None:
+    """Raise if `load_dflash` would find the files bad, for a target that is made from `weights`."""
+    check_weights(folder, partial(DFlashModel, spec, first_layer), _match_names, _weights(weights), quantization=quantization)
+
 
 def load_dflash(
     folder: Path, spec: DFlashSpec, target: Gemma4, *, quantization: str = "auto", progress: bool = True
 ) -> DFlashModel:
     """Load the drafter in `folder` to the target's device, in its precision."""
+    build = partial(DFlashModel, spec, len(target.spec.layers))
+    model = load_weights(folder, build, _match_names, _weights(target), quantization=quantization, progress=progress)
+    model.bind(target)
+    return model
 
-    def build(weights: Weights) -> DFlashModel:
-        return DFlashModel(spec, target, weights)
 
-    weights = Weights(target.dtype, target.device)
-    return load_weights(folder, build, _match_names, weights, quantization=quantization, progress=progress)
+def _weights(target: Gemma4 | Weights) -> Weights:
+    """Return the drafter's weights. Every rank holds all of them."""
+    return Weights(target.dtype, target.device)
 
 
 def draw_dflash(spec: DFlashSpec, target: Gemma4, draw: RandomDraw, *, quantization: str = "auto") -> DFlashModel:
     """Return a drafter with random weights, for measurements."""
-    model = DFlashModel(spec, target, choose_rounding(Weights(target.dtype, target.device), quantization))
+    model = DFlashModel(spec, len(target.spec.layers), choose_rounding(_weights(target), quantization))
     fill_randomly(model.placements(), draw, target.device)
     model.finish()
+    model.bind(target)
     return model
 
 

@@ -19,6 +19,7 @@ from culet.models.spec import ModelSpec
 if TYPE_CHECKING:
     from culet.attention.base import AttentionBackend
     from culet.drafters.dflash.drafter import DFlashDrafter
+    from culet.layers.weight.weights import Weights
     from culet.models.gemma4 import Gemma4
 
 _RANDOM_OPTIONS = ("layers", "block", "seed")
@@ -110,6 +111,14 @@ class DFlashPlan:
         counts = dict(self.num_parameters())
         norms = counts.pop("norms") * bytes_per_value(itemsize)
         return round(norms + sum(counts.values()) * bytes_per_value(itemsize, self.quantization))
+
+    def check(self, weights: Weights, *, latent: bool) -> None:
+        """Raise if its files do not match its config. Nothing is loaded."""
+        from culet.drafters.dflash.model import check_dflash
+
+        if self.random is None:
+            folder = find_folder(self.model, self.revision)
+            check_dflash(folder, self.spec, self.first_layer, weights, quantization=self.quantization)
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> DFlashDrafter:
         """Load the weights to the target's device, in its precision. `backends` holds only the backend of its group."""

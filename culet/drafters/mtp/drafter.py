@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from culet.layers.weight.weights import Weights
 from culet.models.gemma4 import Gemma4
 from culet.models.random_checkpoint import RandomDraw
 from culet.models.random_weights import fill_randomly
-from culet.models.weights import choose_rounding, load_weights
+from culet.models.weights import check_weights, choose_rounding, load_weights
 
 _TIED_HEAD = "lm_head.weight"  # some tools store it, though it equals the embedding table
 
@@ -105,19 +106,25 @@ def _one_key_more(planned: AttentionBackend) -> AttentionBackend:
     return type(planned)(replace(group, specs=specs), planned.num_heads)
 
 
+def check_mtp(folder: Path, spec: MTPSpec, weights: Weights, *, latent: bool, quantization: str = "auto") -> MTPModel:
+    """Raise if `load_mtp` would find the files bad, for a target that is made from `weights`.
+
+    Return the model on the meta device.
+    """
+    build = partial(MTPModel, spec, latent=latent)
+    return check_weights(folder, build, _match_names, weights, quantization=quantization).model
+
+
 def load_mtp(folder: Path, spec: MTPSpec, target: Gemma4, *, quantization: str = "auto", progress: bool = True) -> MTPModel:
     """Load the drafter to the target's device, in its precision, and bind it to the target's pages."""
-
-    def build(weights: Weights) -> MTPModel:
-        return MTPModel(spec, weights, latent=target.latent)
-
-    def match(names: Iterable[str]) -> dict[str, str]:
-        return {name: name for name in names if name != _TIED_HEAD}
-
-    weights = _weights(target)
-    model = load_weights(folder, build, match, weights, quantization=quantization, progress=progress)
+    build = partial(MTPModel, spec, latent=target.latent)
+    model = load_weights(folder, build, _match_names, _weights(target), quantization=quantization, progress=progress)
     model.bind(target)
     return model
+
+
+def _match_names(stored: Iterable[str]) -> dict[str, str]:
+    return {name: name for name in stored if name != _TIED_HEAD}
 
 
 def _weights(target: Gemma4) -> Weights:

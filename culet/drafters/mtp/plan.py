@@ -17,8 +17,12 @@ from culet.models.sizes import attention_weights
 from culet.models.spec import ModelSpec
 
 if TYPE_CHECKING:
+    import torch
+
     from culet.attention.base import AttentionBackend
     from culet.drafters.mtp.drafter import MTPDrafter
+    from culet.drafters.mtp.model import MTPModel
+    from culet.layers.weight.weights import Weights
     from culet.models.gemma4 import Gemma4
 
 DEFAULT_DRAFTS = 3
@@ -104,6 +108,15 @@ class MTPPlan:
             counts[part] //= num_ranks
         return counts
 
+    def check(self, weights: Weights, *, latent: bool) -> None:
+        """Raise if its files do not match its config, or if its head cannot have the requested precision. Nothing is loaded."""
+        from culet.drafters.mtp.drafter import check_mtp
+
+        if self.random is None:
+            folder = find_folder(self.choice.model, self.choice.revision)
+            model = check_mtp(folder, self.spec, weights, latent=latent, quantization=self.choice.quantization)
+            self._narrow_head(model, weights.device)
+
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> MTPDrafter:
         """Load the weights to the target's device in its precision. `backends` are the drafter's, by index of the KV group."""
         from culet.drafters.mtp.drafter import MTPDrafter, draw_mtp, load_mtp
@@ -113,13 +126,21 @@ class MTPPlan:
         else:
             folder = find_folder(self.choice.model, self.choice.revision)
             model = load_mtp(folder, self.spec, target, quantization=self.choice.quantization, progress=progress)
-        if self.choice.head_dtype != "auto":
-            try:
-                model.narrow_head(self.choice.head_dtype)
-            except ConfigError as error:
-                problem = f"speculative-config: head_dtype: {error.message}"
-                raise ConfigError(problem, hint=error.hint or "omit head_dtype") from error
+        self._narrow_head(model, target.device)
         return MTPDrafter(model, target, backends, max_drafts=self.max_drafts, position=self.choice.position)
+
+    def _narrow_head(self, model: MTPModel, device: torch.device) -> None:
+        """Give the head the requested precision. `device` is where it will run, since `model` may be on the meta device."""
+        from culet.layers.weight.e4m3 import check_device
+
+        if self.choice.head_dtype == "auto":
+            return
+        try:
+            check_device(device)
+            model.narrow_head(self.choice.head_dtype)
+        except ConfigError as error:
+            problem = f"speculative-config: head_dtype: {error.message}"
+            raise ConfigError(problem, hint=error.hint or "omit head_dtype") from error
 
 
 def _read_random(model: str) -> RandomDraw:

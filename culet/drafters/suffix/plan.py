@@ -17,6 +17,7 @@ from culet.registry import load, lookup
 if TYPE_CHECKING:
     from culet.attention.base import AttentionBackend
     from culet.drafters.suffix.drafter import SuffixDrafter
+    from culet.layers.weight.weights import Weights
     from culet.models.gemma4 import Gemma4
 
 DEFAULT_DRAFTS = 8
@@ -64,6 +65,9 @@ class SuffixPlan:
 
     def weight_bytes(self, itemsize: int, layout: CacheLayout | None = None) -> int:
         return 0
+
+    def check(self, weights: Weights, *, latent: bool) -> None:
+        """Do nothing, since it has no files."""
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> SuffixDrafter:
         from culet.drafters.suffix.drafter import SuffixDrafter
@@ -127,6 +131,9 @@ class BesidePlan:
 
     def weight_bytes(self, itemsize: int, layout: CacheLayout | None = None) -> int:
         return self.inner.weight_bytes(itemsize, layout)
+
+    def check(self, weights: Weights, *, latent: bool) -> None:
+        self.inner.check(weights, latent=latent)
 
     def build(self, target: Gemma4, backends: Mapping[int, AttentionBackend], *, progress: bool = True) -> Drafter:
         from culet.drafters.suffix.drafter import BesideDrafter

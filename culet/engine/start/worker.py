@@ -26,6 +26,7 @@ from culet.engine.start.times import StartTimes
 from culet.errors import ConfigError
 from culet.kernels.captures import Captures
 from culet.kernels.compiling import CompileCount, expect_compiling, use_disk_cache
+from culet.layers.weight.weights import Weights
 from culet.log import chose
 from culet.media.items import MediaKind
 from culet.models.gemma4 import Gemma4
@@ -36,6 +37,7 @@ from culet.models.weight_files import weight_files
 from culet.models.weights import explain_not_finite, load_model
 from culet.parallel.group import RankGroup
 from culet.parallel.progress import begin
+from culet.parallel.rank import ONLY_RANK
 from culet.parallel.reduce.choice import LIBRARY_ALONE, Reductions
 from culet.parallel.reduce.probe import probe
 from culet.parallel.reduce.symmetric import may_overlap
@@ -225,7 +227,12 @@ def _prepare_device(setup: Setup) -> _PreparedDevice:
 
 
 def _load(setup: Setup, times: StartTimes, *, progress: bool, group: RankGroup | None = None) -> tuple[Gemma4, Drafter | None]:
+    """Load the model, and then its drafter, which needs the model. A bad drafter is found before the model fills the device."""
     latent = setup.config.cache.latent
+    if setup.draft_plan is not None:
+        with times.part("drafter"):
+            rank = ONLY_RANK if group is None else group.rank
+            setup.draft_plan.check(Weights(setup.dtype, setup.device, rank, group), latent=latent)
     with times.part("weights"):
         model = load_model(
             setup.checkpoint,

@@ -21,14 +21,14 @@ _MIN_SCALE = 1e-12  # used for a row of zeros
 
 
 class E4M3Table(Table):
-    """A table that can only serve as a head. It has no lookups."""
+    """A table that can only serve as a head. It has no lookups. Its device must pass `check_device`."""
 
     def __init__(self, table: Table) -> None:
         super().__init__()
-        assert isinstance(table, PlainTable), "an e4m3 table can only be made from a plain table"
+        if not isinstance(table, PlainTable):
+            raise ConfigError("got fp8, but the checkpoint's table is already quantised")
         wide_VD = table.tensor
         self.rows, self.num_rows, self.all_reduce = table.rows, table.layout.num_rows, table.all_reduce
-        check_device(wide_VD.device)
         self.scale, self.ops = table.scale, for_device(wide_VD.device, E4M3)
         scale_V1 = (wide_VD.abs().amax(dim=1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max).clamp(
             min=_MIN_SCALE
