@@ -24,8 +24,9 @@ def quantize(model: str, out: str, precision: str, revision: str | None, device:
       culet quantize ./my-gemma ./my-gemma-int4 --format int4
       culet quantize built-in ./small-int4 --format int4
 
-    The copy is in the compressed-tensors format, which vLLM also reads. transformers reads it for models without experts. The
-    experts of the 26B-A4B are written one by one, and transformers starts with random ones instead, without an error.
+    The copy is in the compressed-tensors format, which vLLM and transformers also read. The experts of the 26B-A4B are written
+    one by one. transformers must be told how to join them, as docs/guides/quantised-weights.md shows. Otherwise it starts with
+    random ones, without an error.
 
     Weights are rounded to nearest: fp8 with a scale per row, int4 with a scale per 32 values. Google's int4 files, from
     quantisation-aware training, are better.

@@ -1,6 +1,6 @@
 """Write a quantised copy of a plain checkpoint, in the form of compressed-tensors.
 
-vLLM reads it too. transformers does so only for models without experts.
+vLLM reads it too. So does transformers, but it must be told how to join experts (docs/guides/quantised-weights.md).
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _write_all(
         logger.info("%d matrices keep their precision, because groups of %d do not divide them", len(plain), group)
     if any(_EXPERTS.fullmatch(tensor.name) and tensor.name not in plain for tensor in tensors):
         logger.warning(
-            "experts are written one by one, as vLLM reads them; transformers would start with random experts, without an error"
+            "experts are written one by one, as vLLM reads them; transformers starts with random ones, without an error, "
+            "unless it is told how to join them: see docs/guides/quantised-weights.md"
         )
     for file in sorted(checkpoint.folder.iterdir()):
         if file.suffix in _COPIED and file.name not in (CONFIG_FILE, INDEX_FILE):
@@ -122,7 +123,7 @@ def _rounded(tensor: StoredTensor, module: str, matrix: Tensor, precision: str) 
 
 
 def _split_stack(tensor: StoredTensor, precision: str, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield the matrices of each expert by themselves, which is the only form that readers of quantised experts know."""
+    """Yield the matrices of each expert by themselves, the only form in which readers of compressed-tensors know experts."""
     stem, _, kind = tensor.name.rpartition(".")
     for expert in range(tensor.shape[0]):
         value = tensor.read(expert).to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from culet.cli.main import run as run_culet
 from culet.layers.weight.quantised.matrices import QuantisedMatrix
 from culet.testing.tiny import write_checkpoint
-from tests.models.formats.comparing import PROMPT, load, logits_of
+from tests.docs.blocks import ROOT, blocks
+from tests.models.formats.comparing import PROMPT, dequantised, load, logits_of
 from tests.models.formats.writing import SHAPES
 
 
@@ -61,11 +63,11 @@ def test_a_written_checkpoint_equals_quantising_at_load(precision: str, shape: s
 def test_a_warning_about_experts(
     shape: str, sizes: dict[str, int], is_warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers does not read experts that are written one by one. Those that stay plain stay in one tensor."""
+    """transformers does not find experts that are written one by one by itself. Those that stay plain stay in one tensor."""
     folder = write_checkpoint(tmp_path / "plain", shape, overrides=SHAPES[shape] | sizes)
     write(folder, tmp_path / "out", "int4")
     said = capsys.readouterr().err
-    assert said.count("experts are written one by one") == said.count("random experts") == is_warned
+    assert said.count("experts are written one by one") == said.count("starts with random ones") == is_warned
 
 
 @pytest.mark.slow
@@ -75,6 +77,53 @@ def test_transformers_reads_a_written_checkpoint(precision: str, shape: str, tmp
 
     out = write(plain_folder(tmp_path, shape), tmp_path / "out", precision)
     reference = Gemma4ForConditionalGeneration.from_pretrained(out, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        wanted = reference(input_ids=torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of(load(out)), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def read_by_transformers() -> Iterator[Callable[[Path], Any]]:
+    """Run the program in the guide, which tells transformers how to join experts. It is told only during a test."""
+    from transformers import conversion_mapping
+
+    (program,) = (block for block in blocks(ROOT / "docs/guides/quantised-weights.md", "python") if "transformers" in block)
+
+    def read(folder: Path) -> Any:
+        names: dict[str, Any] = {}
+        exec(program.replace('"./26B-A4B-int4"', f'"{folder}", dtype="float32", output_loading_info=True'), names)
+        model, report = names["model"]
+        assert not any(report.values()), "a tensor is missing or unexpected"
+        return model.eval()
+
+    yield read
+    conversion_mapping._checkpoint_conversion_mapping_cache.pop("gemma4_text", None)
+    conversion_mapping.USER_REGISTERED_MAPPINGS.discard("gemma4_text")
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int4"])
+def test_transformers_reads_written_experts(
+    precision: str, tmp_path: Path, read_by_transformers: Callable[[Path], Any]
+) -> None:
+    """With the program of the guide, it reads every tensor. It may round the values of experts to bfloat16."""
+    out = write(plain_folder(tmp_path, "26B-A4B"), tmp_path / "out", precision)
+    reference = read_by_transformers(out)
+    model = load(out)
+    for index, layer in enumerate(reference.model.language_model.layers):
+        ours = model.get_submodule(f"layers.{index}.experts.stack")
+        for theirs, value in ((layer.experts.gate_up_proj, ours.gate_up), (layer.experts.down_proj, ours.down)):
+            torch.testing.assert_close(theirs.data, dequantised(value), rtol=2**-8, atol=0, check_dtype=False)
+            theirs.data = dequantised(value)
+    with torch.no_grad():
+        wanted = reference(input_ids=torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits_of(model), wanted, rtol=0, atol=1e-4)
+
+
+def test_transformers_reads_plain_experts(tmp_path: Path, read_by_transformers: Callable[[Path], Any]) -> None:
+    """Experts that groups do not divide are not written one by one. The program of the guide does not change this."""
+    folder = write_checkpoint(tmp_path / "plain", "26B-A4B", overrides={"moe_intermediate_size": 48})
+    out = write(folder, tmp_path / "out", "int4")
+    reference = read_by_transformers(out)
     with torch.no_grad():
         wanted = reference(input_ids=torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(logits_of(load(out)), wanted, rtol=0, atol=1e-4)
