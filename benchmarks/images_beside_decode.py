@@ -1,14 +1,14 @@
 """Measure what images cost the chats that run beside them, and what loaded towers cost text alone.
 
     python benchmarks/images_beside_decode.py E4B                                         # on a GPU
-    python benchmarks/images_beside_decode.py 31B --whole                                 # without halves
+    python benchmarks/images_beside_decode.py 31B --leg-tokens 0                          # without legs
     python benchmarks/images_beside_decode.py FOLDER --chats 4 --steps 20 --images 4 --every-ms 20 --prompt-len 20   # on a CPU
 
 The model has the dimensions of a variant or of the checkpoint in a folder, and random weights. Chats decode all the time. First
 they are alone, then a request with an image arrives every `--every-ms`, then a burst of such requests at once. A step's time is
 the time between its result and the one before, which is what a chat waits for its next token. `launch` is the host's part of
-it. The steps are split into three kinds: those beside a tower, those with a prompt's chunk, and all others. `halves` counts the
-steps that run half of the layers for a chunk. `slower` is the worst step's time minus the median of the chats alone, and
+it. The steps are split into three kinds: those beside a tower, those with a prompt's chunk, and all others. `legs` counts the
+steps that run only some of the layers for a chunk. `slower` is the worst step's time minus the median of the chats alone, and
 `slower_median` the median step's. The time to the first token of a request with an image includes its tower. Before and after,
 the same chats run alone in an engine without towers.
 """
@@ -49,7 +49,7 @@ class TimedStep:
     num_tokens: int
     seconds: float
     launch_s: float
-    has_half: bool = False  # whether it runs half of the layers for a chunk
+    has_leg: bool = False  # whether it runs only some of the layers for a chunk
 
 
 @dataclass
@@ -91,8 +91,8 @@ class StepClock:
         kind = CHUNK if any(row.num_new > 1 for row in rows) else BESIDE if self._encoding else ALONE
         self._encoding -= set(result.encoded)
         if rows:
-            has_half, num_tokens = any(row.which_half for row in rows), sum(row.num_new for row in rows)
-            self.steps.append(TimedStep(kind, num_tokens, now - self._last, launched.launch_s, has_half))
+            has_leg, num_tokens = any(not row.leg.is_whole for row in rows), sum(row.num_new for row in rows)
+            self.steps.append(TimedStep(kind, num_tokens, now - self._last, launched.launch_s, has_leg))
         self._last = now
         return result
 
@@ -178,7 +178,7 @@ def figures(steps: Iterable[TimedStep], alone_ms: float | None) -> dict[str, Any
     worst = max(steps, key=lambda step: step.seconds)
     found: dict[str, Any] = {"steps": len(times), "median_ms": median(times), "p99_ms": times[int(0.99 * (len(times) - 1))]}
     found |= {"worst_ms": times[-1], "worst_launch_ms": 1e3 * worst.launch_s, "worst_tokens": worst.num_tokens}
-    found["halves"] = sum(step.has_half for step in steps)
+    found["legs"] = sum(step.has_leg for step in steps)
     if alone_ms is not None:
         found |= {"slower_ms": times[-1] - alone_ms, "slower_median_ms": found["median_ms"] - alone_ms}
     return found
@@ -243,8 +243,8 @@ def measure_images(options: argparse.Namespace) -> dict[str, Any]:
     """Measure chats in an engine with towers: alone, while images stream in, and beside a burst of images."""
     engine = open_engine(options, has_towers=True)
     assert MediaKind.IMAGE in engine.media.spec.kinds, "the model does not see images"
-    if options.whole:
-        engine._scheduler._halves.least = 0
+    if options.leg_tokens is not None:
+        engine._scheduler._legs.leg_tokens = options.leg_tokens
     clock = StepClock(engine)
     streamed = [image_request(engine, options.budget, f"streamed {number}") for number in range(options.images)]
     burst = [image_request(engine, options.budget, f"burst {number}") for number in range(options.burst)]
@@ -264,8 +264,8 @@ def measure_images(options: argparse.Namespace) -> dict[str, Any]:
     found["stream first tokens"] = first_tokens("images stream in", clock, streamed)
     found["burst first tokens"] = first_tokens("a burst of images", clock, burst)
     counters = engine.stats().counters
-    found["halved_chunks"] = counters.halved_chunks
-    print(f"chunks in halves: {counters.halved_chunks}", flush=True)
+    found["chunks_in_legs"] = counters.chunks_in_legs
+    print(f"chunks in legs: {counters.chunks_in_legs}", flush=True)
     assert counters.encoded_items == len(streamed) + len(burst) + len(warm_up), "an image was not encoded exactly once"
     assert clock.ended.isdisjoint(f"chat {number}" for number in range(options.chats)), "a chat ended too early: raise --room"
     found["kernels_compiled_while_serving"] = engine.stats().kernels_compiled
@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--burst", type=int, default=16, help="images that arrive at once")
     parser.add_argument("--budget", type=int, default=280, help="most soft tokens of an image")
     parser.add_argument("--room", type=int, default=4000, help="tokens that chats may write while images come")
-    parser.add_argument("--whole", action="store_true", help="compute every chunk in one step, never in halves")
+    parser.add_argument("--leg-tokens", type=int, help="cut longer chunks into legs (0: none; default: as when serving)")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=JSON", help="settings of the engine")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, help="write the results to this file as JSON")

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -337,12 +337,35 @@ class PageTable:
     pages: tuple[int, ...]
 
 
-class Half(IntEnum):
-    """The layers that run for a row. A second half goes on with the hidden states that an earlier step's first half left."""
+class Leg(NamedTuple):
+    """The layers that run for a row, in fractions of all layers: from `begin / of` to `end / of`.
 
-    WHOLE = 0  # all of them
-    FIRST = 1  # without logits
-    SECOND = 2
+    A chunk may go through the layers in several legs, one per step. All but the first go on with the hidden states that the
+    one before left, and only the last has logits.
+    """
+
+    begin: int = 0
+    end: int = 1
+    of: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return not self.begin
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.of
+
+    @property
+    def is_whole(self) -> bool:
+        return self.of == 1
+
+    def layers(self, num_layers: int) -> tuple[int, int]:
+        """Return the first layer that runs, and the one after the last, of `num_layers` layers."""
+        return num_layers * self.begin // self.of, num_layers * self.end // self.of
+
+
+WHOLE = Leg()
 
 
 class Row(NamedTuple):
@@ -365,7 +388,7 @@ class Row(NamedTuple):
     num_open: int = 0  # drafts of the previous row whose acceptance is not known yet
     is_bound: bool = False  # its draws may need masks, and the results before it are known
     min_accepted: int = 0  # make no proposals if fewer of its drafts are accepted
-    which_half: Half = Half.WHOLE  # which layers run for it. A step has at most one row of which not all do.
+    leg: Leg = WHOLE  # which layers run for it. A step has at most one row for which not all run.
 
     def close(self, num_accepted: int) -> Row:
         """Return the row after `num_accepted` of its open drafts were accepted."""

@@ -18,7 +18,7 @@ from culet import env
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.errors import InternalError
 from culet.runner.deferred_kv import DeferredWrite
-from culet.types import Half, Row, StepPlan
+from culet.types import Row, StepPlan
 
 
 def check_step(
@@ -84,8 +84,8 @@ def _faults(plan: StepPlan, layout: CacheLayout, num_slots: int, room: int, num_
         for page in pair:
             if page < 0 or (num_slabs is not None and page >= num_slabs):
                 yield f"copy of page {pair[0]} to page {pair[1]}: page {page} is out of range (0 to {limit})"
-    if (num_halves := sum(row.which_half is not Half.WHOLE for row in plan.rows)) > 1:
-        yield f"got {num_halves} rows with half of the layers, expected at most one"
+    if (num_legs := sum(not row.leg.is_whole for row in plan.rows)) > 1:
+        yield f"got {num_legs} rows with some of the layers, expected at most one"
     for number, row in enumerate(plan.rows):
         yield from _row_faults(number, row, num_slots, room)
         for group in layout.groups:
@@ -109,8 +109,10 @@ def _row_faults(number: int, row: Row, num_slots: int, room: int) -> Iterator[st
         start = f"start {row.start}" + (f" to {row.start + row.num_open}" if row.num_open else "")
         yield f"row {number}: got {start}, {row.num_new} new tokens and {row.num_logits} logits, with room for {room} tokens"
 
-    if row.which_half is Half.FIRST and (row.num_logits or row.draw_slots):
-        yield f"row {number}: got {row.num_logits} logits and {len(row.draw_slots)} draws, expected none after half its layers"
+    if not 0 <= row.leg.begin < row.leg.end <= row.leg.of:
+        yield f"row {number}: got layers {row.leg.begin}/{row.leg.of} to {row.leg.end}/{row.leg.of}"
+    if not row.leg.is_last and (row.num_logits or row.draw_slots):
+        yield f"row {number}: got {row.num_logits} logits and {len(row.draw_slots)} draws, expected none before its last layer"
 
 
 def _touched(row: Row, group: KVGroup) -> Iterator[tuple[str, int]]:

@@ -7,7 +7,7 @@ after it. Steps run in the order in which they are launched, so the next one may
 
     target         the model, its KV pages and attention backends
     fill           rows -> ForwardBatch, for steps of any shape
-    halves         steps that run half of the layers for a chunk
+    legs           steps that run only some of the layers for a chunk
     draws          logits -> tokens, accepted drafts, log-probabilities, for steps of any shape
     rounds         the drafter's proposals for the next step, in any shape
     deferred       a drafter's KV that is written later
@@ -52,7 +52,7 @@ from culet.runner.fixed.shapes import FixedShapes
 from culet.runner.fixed.steps import Bucket, FixedStep
 from culet.runner.grammar_masks import SlotGrammars, StepGrammars
 from culet.runner.media.features import Encoder, FeatureStore
-from culet.runner.media.halves import HalfPasses, rows_of_layers
+from culet.runner.media.legs import LegPasses
 from culet.runner.media.step_media import ImageMask, SlotMedia, StepMedia
 from culet.runner.step_threads import StepThreads
 from culet.runner.target import ForwardOutput, Target
@@ -97,7 +97,7 @@ class Runner:
             self.deferred = DeferredKV.create(drafter, pool, *sizes, device)
         taps = () if drafter is None or self.deferred is None else drafter.taps
         self.target = Target(model, pool, backends, taps)
-        self.halves = HalfPasses(self.target)
+        self.legs = LegPasses(self.target)
         self.draws = Draws(self.target, self.tokens_SL, self.accepted_S)
         self.rounds = None if drafter is None else DraftRounds(drafter, pool, self.tokens_SL)
         self.grammars = SlotGrammars(model.rank.size)
@@ -299,10 +299,11 @@ class Runner:
                 return step
             output = step.output(rows)
             return output if draws_follow_tokens(rows, route.groups) else replace(output, next_tokens=None)
-        if any(row.which_half for row in rows):
+        if any(not row.leg.is_whole for row in rows):
             assert self.deferred is None, "a drafter with its own KV needs every step's features at once"
-            lower, upper = [self._batch_of(part, self.media.find(part)) for part in rows_of_layers(rows)]
-            return self.halves.run(rows, lower, upper, None if self.fixed is None else self.fixed.prompts)
+            others = [row for row in rows if row.leg.is_whole]
+            batches = self._batch_of(rows, route.media), self._batch_of(others, self.media.find(others))
+            return self.legs.run(rows, *batches, None if self.fixed is None else self.fixed.prompts)
         unread = None
         if self.deferred is not None and keeps_features(rows) and not any(row.num_wanted for row in rows):
             unread = self.deferred.group

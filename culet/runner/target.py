@@ -65,9 +65,11 @@ class Target:
         """Run the forward pass, or what is left of it after `between`. It only launches kernels."""
         return self.model.forward(batch, self.pool, self.backends, self.taps, pieces, between)
 
-    def forward_part(self, batch: ForwardBatch, num_layers: int, pieces: Pieces) -> ResidualStream:
-        """Run only the first `num_layers` layers. The result is valid until other pieces run."""
-        return self.model.forward_whole(batch, self.pool, self.backends, self.taps, num_layers, pieces)
+    def forward_part(
+        self, batch: ForwardBatch, num_layers: int, pieces: Pieces, between: Between | None = None
+    ) -> ResidualStream:
+        """Run the first `num_layers` layers, or those of them after `between`. The result is valid until other pieces run."""
+        return self.model.forward_whole(batch, self.pool, self.backends, self.taps, num_layers, pieces, between)
 
     def logits(self, last_LD: Tensor) -> Tensor:
         return self.model.logits(last_LD)

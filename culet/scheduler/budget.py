@@ -76,7 +76,7 @@ class StepBudget:
         for seq in running:
             if seq.num_uncomputed == 1:
                 num_decoding += 1
-            elif first is waiting or seq.halved:
+            elif first is waiting or seq.num_underway:
                 first = seq
         if not self._max_step_s or not (num_decoding or is_brisk):
             return self.max_tokens
@@ -165,8 +165,8 @@ def share_budget(ready: Iterable[Sequence], budget: int, waiting: Sequence | Non
     more than there is get equal parts. One part is left over for `waiting`, which is about to start.
     """
     ready = list(ready)
-    # A chunk in halves goes first, because its sequence holds pages for it.
-    prefills = sorted([seq for seq in ready if seq.num_uncomputed > 1], key=lambda seq: not seq.halved)
+    # A chunk in legs goes first, because its sequence holds pages for it.
+    prefills = sorted([seq for seq in ready if seq.num_uncomputed > 1], key=lambda seq: not seq.num_underway)
     left = budget - (len(ready) - len(prefills))
     assert left >= bool(prefills), f"{len(ready)} sequences are running, but the budget is only {budget} tokens"
     prompts = prefills if waiting is None else [*prefills, waiting]

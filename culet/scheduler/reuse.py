@@ -69,6 +69,8 @@ def keep_row_points(plan: PlannedRow, page_allocator: PageAllocator) -> None:
     The latter are added last, so that they are evicted later.
     """
     seq = plan.owner
+    if not plan.row.leg.is_last:  # nothing of its chunk is computed yet
+        return
     if plan.row.start < seq.prefill_end == seq.num_computed:
         keep_point(seq, seq.num_computed, page_allocator)
     for length in plan.resume_lengths:

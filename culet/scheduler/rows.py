@@ -11,7 +11,7 @@ from culet.scheduler.budget import Grant, StepBudget
 from culet.scheduler.draft_length import DraftLengths
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.sequence import MAX_TRAIL, Sequence
-from culet.types import Half, Row, StepResult
+from culet.types import Row, StepResult
 
 
 @dataclass(slots=True)
@@ -40,13 +40,13 @@ class PlannedStep:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Its new tokens. Those of a chunk in halves count with the second."""
-        return sum([plan.row.num_new for plan in self.planned if plan.row.which_half is not Half.FIRST])
+        """Its new tokens. Those of a chunk in legs count with the last one."""
+        return sum([plan.row.num_new for plan in self.planned if plan.row.leg.is_last])
 
     @cached_property
     def is_timed(self) -> bool:
-        """Whether its time says how long its tokens take. That of half a chunk does not."""
-        return not (self.is_slowed or any(plan.row.which_half for plan in self.planned))
+        """Whether its time says how long its tokens take. That of a leg does not."""
+        return not (self.is_slowed or any(not plan.row.leg.is_whole for plan in self.planned))
 
     @property
     def chunk_tokens(self) -> int:

@@ -33,7 +33,7 @@ from culet.scheduler.draft_length import DraftLengths
 from culet.scheduler.fairness import BY_OLDER, BY_ORDER, FairQueue, StepPrompts, TimeSlices
 from culet.scheduler.media.encoding import count_media, plan_encoding
 from culet.scheduler.media.features import NOTHING, FeatureLedger
-from culet.scheduler.media.halves import Halves
+from culet.scheduler.media.legs import Legs
 from culet.scheduler.page_allocator import PageAllocator
 from culet.scheduler.reuse import count_start, find_prefix, keep_point, keep_row_points, take_known_pages
 from culet.scheduler.rows import (
@@ -67,7 +67,7 @@ class Scheduler:
         plans_open: bool = False,
         on_cpu: bool = False,
         features: FeatureLedger | None = None,
-        halve_from: int = 0,
+        leg_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Set up an empty scheduler.
@@ -75,8 +75,8 @@ class Scheduler:
         `max_drafts` is the most tokens that a drafter proposes at a time. `policy` decides how many it should propose. Without
         a policy, it always proposes all. If `plans_open`, the runner itself finds out where a row begins when drafts of the
         previous row are in flight. Otherwise a sequence is planned again only after its accepted drafts are known. If `on_cpu`,
-        every token makes a step longer. Without `features`, their account, the runner has no towers. Chunks with images and at
-        least `halve_from` tokens run in two steps (0: none), unless there is a drafter.
+        every token makes a step longer. Without `features`, their account, the runner has no towers. Chunks with images and
+        more than `leg_tokens` tokens run in several steps (0: none), unless there is a drafter.
         """
         self.layout, self.max_model_len = layout, max_model_len
         self.max_drafts, self.policy = max_drafts, policy
@@ -92,7 +92,7 @@ class Scheduler:
         # Every running sequence can have a token in every step, so none can starve.
         self._max_running = min(config.max_num_seqs, self.budget)
         self._max_chunk = self.budget - self._max_running + 1  # tokens that every step has room for
-        self._halves = Halves(0 if max_drafts else halve_from, self._max_chunk, self.counters)
+        self._legs = Legs(0 if max_drafts else leg_tokens, self._max_chunk, self.counters)
         self._clock, self._max_queued = clock, self._max_running + config.max_queue_len
         self._free_slots = list(range(config.max_num_seqs))
         self._running: list[Sequence] = []  # by order
@@ -272,8 +272,8 @@ class Scheduler:
             if grant.sequence.is_running:  # an older sequence may just have taken its pages
                 planned += self._plan_row(grant, may_preempt=True)
         if len(planned) == len(grants) and self.counters.preemptions == num_preempted:  # nobody lacks pages
-            planned += self._start_new(entries, self._halves.num_left(budget, planned), prompts)
-        return self._halves.mark(planned)
+            planned += self._start_new(entries, self._legs.num_left(budget, planned), prompts)
+        return self._legs.mark(planned)
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
         """Plan the row for `grant`, with a shorter chunk if pages are scarce. Return [] if none fits.
@@ -283,7 +283,7 @@ class Scheduler:
         seq = grant.sequence
         seq.release_behind(self.page_allocator)
         num_spared = len(self._running) * len(self.layout.groups)  # a page in each group for every sequence
-        while (shape := self._halves.shape_of(seq) or largest_row(grant, self.page_allocator.available, num_spared)) is None:
+        while (shape := self._legs.shape_of(seq) or largest_row(grant, self.page_allocator.available, num_spared)) is None:
             if not may_preempt or (last := max(self._running, key=BY_OLDER if self._waiting.is_shared else BY_ORDER)) is seq:
                 return []
             last.park(self.page_allocator)

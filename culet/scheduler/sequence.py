@@ -97,7 +97,7 @@ class Sequence:
         self.acceptance = Acceptance()
         self.tables: tuple[PageTable, ...] = ()  # page tables of its last row
         self.unchanged_until = 0  # length up to which decoding does not change them
-        self.halved = 0  # tokens of its next row if half of the layers have run for them (see `Halves`)
+        self.num_underway = 0  # tokens of its next row if some of the layers have run for them (see `Legs`)
         self.prefill_end = 0  # tokens to compute before the first draw after (re)admission
         self.resume_lengths: tuple[int, ...] = ()  # uncomputed lengths that are worth a resume point, in ascending order
         self.num_scored = 0  # prompt positions whose log-probabilities were planned
@@ -157,8 +157,8 @@ class Sequence:
 
     def _chunk_of(self, limit: int) -> int:
         """Return the most tokens of a next row of at most `limit`, which may still end inside media."""
-        if self.halved:
-            return self.halved
+        if self.num_underway:
+            return self.num_underway
         end = self.num_computed + min(limit, self.num_uncomputed, self.max_chunk)
         if self.is_scored_next:
             end = min(end, max(self.num_computed + MAX_SCORED_CHUNK, self.num_computed + self.min_chunk))
@@ -181,8 +181,8 @@ class Sequence:
 
     def chunk_within(self, limit: int) -> int:
         """Return the largest chunk of at most `limit` tokens, or 0 if none fits. It never ends inside a whole media span."""
-        if self.halved:
-            return self.halved if self.halved <= limit else 0
+        if self.num_underway:
+            return self.num_underway if self.num_underway <= limit else 0
         chunk = self.ready_part(self.num_computed, self._chunk_of(limit))
         if self.request.media and (span := self._whole_span_at(self.num_computed + chunk)) is not None:
             return max(0, span.start - self.num_computed)
@@ -190,9 +190,9 @@ class Sequence:
 
     @property
     def min_chunk(self) -> int:
-        """The smallest next chunk, which is one token, a whole media span, or a chunk of which half of the layers have run."""
-        if self.halved:
-            return self.halved
+        """The smallest next chunk, which is one token, a whole media span, or a chunk for which some layers have run."""
+        if self.num_underway:
+            return self.num_underway
         span = self._whole_span_at(self.num_computed + 1) if self.request.media else None
         return 1 if span is None else span.end - self.num_computed
 
@@ -361,7 +361,7 @@ class Sequence:
             pages.reset(0, [])
             pages.stored_from = 0
         self.num_computed = self.parked_len
-        self.num_resumed = self.num_proposed = self.unchanged_until = self.halved = 0
+        self.num_resumed = self.num_proposed = self.unchanged_until = self.num_underway = 0
         self.resume_lengths = ()
 
     def park(self, page_allocator: PageAllocator) -> bool:

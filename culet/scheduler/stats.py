@@ -44,7 +44,7 @@ class Counters:
     restart_hit_tokens: int = 0
     encoded_items: int = 0  # images, video frames and clips of audio that towers encoded
     encoded_tokens: int = 0  # their soft tokens
-    halved_chunks: int = 0  # chunks with images that ran in two steps, half of the layers each
+    chunks_in_legs: int = 0  # chunks with images that ran in several steps, some of the layers in each
     feature_hits: int = 0  # media in prompts whose features an earlier chunk had already used
     drafted_at: list[int] = field(default_factory=list)  # verified drafts by position in a round, from 0
     accepted_at: list[int] = field(default_factory=list)  # accepted drafts by position

@@ -32,6 +32,7 @@ from culet.models.sizes import weights_per_token
 from culet.runner.worker import Worker
 from culet.scheduler.draft_length import DraftPolicy
 from culet.scheduler.media.features import FeatureLedger
+from culet.scheduler.media.legs import MAX_LEGS
 from culet.scheduler.scheduler import Scheduler
 from culet.structured.queue import GrammarQueue
 from culet.text.template import ChatTemplate
@@ -39,7 +40,7 @@ from culet.text.tokenizer import Tokenizer
 from culet.types import Request, SamplingParams
 
 CPU_MAX_NEW_GRAMMARS = 8
-HALVED_S = 0.012  # running answers wait noticeably for a step that is longer by this
+LEG_S = 0.012  # running answers wait noticeably for a step that is longer than others by this
 
 
 @dataclass(frozen=True)
@@ -141,25 +142,26 @@ def _make_scheduler(setup: Setup, built: BuiltWorker) -> Scheduler:
         plans_open=setup.has_graphs and max_drafts > 0,
         on_cpu=not setup.is_gpu,
         features=_make_features(setup),
-        halve_from=halve_from(setup),
+        leg_tokens=leg_tokens(setup),
     )
 
 
-def halve_from(setup: Setup) -> int:
-    """Return from how many tokens on a chunk with an image runs in two steps, or 0 if none does.
+def leg_tokens(setup: Setup) -> int:
+    """Return the most tokens of a chunk with an image that runs in one step, or 0 if all do.
 
-    The products of such a chunk alone take `HALVED_S`. With shared KV, per-layer embeddings or a drafter, the stream after
-    half of the layers is not all that the others need. Several ranks and CPUs were not measured.
+    Their products alone take `LEG_S`. With shared KV, per-layer embeddings or a drafter, the stream after some of the layers
+    is not all that the others need. Several ranks and CPUs were not measured.
     """
     spec = setup.spec
     is_simple = setup.rank.size == 1 and setup.draft_plan is None and not spec.ple_dim and all(s.owns_kv for s in spec.layers)
     has_images = spec.image_attention != "causal" and tower_kinds(setup)
-    if not (is_simple and has_images and setup.is_gpu and setup.config.schedule.max_step_ms):
+    can_be_cut = is_simple and len(spec.layers) >= MAX_LEGS
+    if not (can_be_cut and has_images and setup.is_gpu and setup.config.schedule.max_step_ms):
         return 0
     rates = hardware.arch_of(hardware.capability_of(setup.device)).rates
-    least = max(2, int(HALVED_S * rates.flops_per_s / (2 * weights_per_token(spec))))
-    chose("chunks with images", f"in two steps from {least} tokens on", f"their products take {1e3 * HALVED_S:g} ms")
-    return least
+    most = max(1, int(LEG_S * rates.flops_per_s / (2 * weights_per_token(spec))))
+    chose("chunks with images", f"in several steps above {most} tokens", f"whose products take {1e3 * LEG_S:g} ms")
+    return most
 
 
 def _make_draft_policy(setup: Setup, read: ReadBytes | None) -> DraftPolicy | None:

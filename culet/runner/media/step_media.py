@@ -25,7 +25,7 @@ from torch import Tensor
 
 from culet.cache.spec import KVGroup
 from culet.runner.media.features import FeatureStore
-from culet.types import Entry, Half, MediaSpan, Row
+from culet.types import Entry, MediaSpan, Row
 
 Ints = NDArray[np.int64]
 
@@ -106,7 +106,7 @@ class SlotMedia:
                 if first >= end:
                     continue
                 assert self.store is not None, "media need towers"
-                if row.which_half is not Half.SECOND:  # the first half has read them, and they may be gone
+                if row.leg.is_first:  # it has read them, and then they may be gone
                     index.append(np.arange(first + shift, end + shift))
                     parts.append(self.store.rows(span.key)[first - span.start : end - span.start])
                 if span.is_whole and self.mask is not ImageMask.CAUSAL:

@@ -11,7 +11,7 @@ from culet.scheduler.reuse import find_prefix
 from culet.scheduler.rows import PlannedRow
 from culet.scheduler.sequence import Sequence
 from culet.scheduler.stats import Counters
-from culet.types import Half, Request
+from culet.types import Request
 
 MAX_AHEAD = 16  # waiting sequences whose media are encoded before they start
 
@@ -29,7 +29,7 @@ def plan_encoding(
 def _needs(running: Iterable[Sequence], waiting: FairQueue, page_allocator: PageAllocator) -> Iterator[tuple[Request, int]]:
     """Yield the requests with media and how far each is computed, those that run or start first coming first."""
     for seq in running:
-        start = seq.num_computed + seq.halved  # the first half of the layers has read the features
+        start = seq.num_computed + seq.num_underway  # the first leg has read the features
         if seq.features is not None and start < seq.media_end:
             yield seq.request, start
     for seq in waiting.next_ones(MAX_AHEAD):
@@ -47,7 +47,7 @@ def count_media(
     counters.encoded_tokens += encoding.num_tokens
     for plan in planned:
         row = plan.row
-        if plan.owner.features is not None and row.start < plan.owner.media_end and row.which_half is not Half.SECOND:
+        if plan.owner.features is not None and row.start < plan.owner.media_end and row.leg.is_first:
             for span in plan.owner.request.media:
                 if row.start <= span.start < row.start + row.num_new:
                     counters.feature_hits += features.use(span)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from culet.media.items import MediaItem, MediaKind
 from culet.scheduler.media.features import FeatureLedger
-from culet.types import Half, MediaSpan, Request, StepPlan, StepResult
+from culet.types import MediaSpan, Request, StepPlan, StepResult
 from tests.engine.scheduler.drive import Drive, make, make_request
 from tests.engine.scheduler.fake_runner import FakeRunner
 
@@ -43,7 +43,7 @@ class TowerRunner(FakeRunner):
             self.held.pop(key)
             self.reported.discard(key)
         for row in plan.rows:
-            for span in media[row.slot] if row.which_half is not Half.SECOND else ():
+            for span in media[row.slot] if row.leg.is_first else ():
                 if span.start < row.start + row.num_new and span.end > row.start:
                     assert span.key in self.reported, "a row reads features that are not ready"
         entered = {entry.slot for entry in plan.entries}

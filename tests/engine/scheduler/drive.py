@@ -14,7 +14,7 @@ from culet.scheduler.group_pages import HOLE, max_held_pages, span
 from culet.scheduler.rows import PlannedRow
 from culet.scheduler.scheduler import Scheduler
 from culet.scheduler.sequence import MAX_TRAIL
-from culet.types import FinishReason, Half, MediaSpan, Request, Row, StepPlan, StepResult, TokenDelta
+from culet.types import FinishReason, MediaSpan, Request, Row, StepPlan, StepResult, TokenDelta
 from tests.engine.scheduler.fake_runner import STOP, FakeRunner, expected_tokens
 from tests.samplings import PLAIN
 
@@ -183,8 +183,6 @@ def num_kept_queries(plan: PlannedRow) -> set[int]:
     These are the queries with logits and, if pages suffice, those from a little before the first resume point on.
     """
     row, end = plan.row, plan.row.start + plan.row.num_new
-    if row.which_half is Half.FIRST:  # its pages are those of the whole chunk, which has no holes
-        return {row.num_new}
     assert all(row.start < point <= end <= point + MAX_TRAIL for point in plan.resume_lengths)
     own = max(1, row.num_logits)
     counts = set() if any(point < end for point in plan.resume_lengths) else {own}
@@ -235,7 +233,7 @@ def audit(scheduler: Scheduler) -> None:
     for seq in scheduler._running:
         assert seq.slot is not None
         last = last_plan.get(id(seq))
-        num_new, num_queries = (seq.halved, seq.halved)
+        num_new, num_queries = (seq.num_underway, seq.num_underway)
         if last and seq.rows_in_flight:
             num_new, num_queries = last.row.num_new, max(num_kept_queries(last))
         for pages in seq.groups:
@@ -293,7 +291,7 @@ def make(
     prefix_caching: bool = True,
     on_cpu: bool = False,
     max_model_len: int = 1000,
-    halve_from: int = 0,
+    leg_tokens: int = 0,
     num_host_pages: int = 0,
 ) -> Drive:
     """Make a scheduler and a fake runner, with a clock that stands still unless `drive.now` is set."""
@@ -306,7 +304,7 @@ def make(
         prefix_caching=prefix_caching,
         max_drafts=max_drafts,
         on_cpu=on_cpu,
-        halve_from=halve_from,
+        leg_tokens=leg_tokens,
         clock=lambda: getattr(drive, "now", 0.0),
     )
     scheduler.page_allocator.host.grow(num_host_pages)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from culet.cache.spec import CacheLayout, KVGroup
 from culet.runner.deferred_kv import DeferredWrite, Ledger, keeps_features
-from culet.types import Drawn, Entry, Half, MediaSpan, Request, Row, Sampling, StepPlan, StepResult
+from culet.types import Drawn, Entry, MediaSpan, Request, Row, Sampling, StepPlan, StepResult
 
 VOCAB = 50
 ROOM = 3  # ring length of a drafter
@@ -66,7 +66,7 @@ class Slot:
     first_start: int | None = None  # start of its first row, the number of tokens that were not computed
     num_computed: int = 0  # by its rows, until the first draw
     num_accepted: int = 0  # drafts of its last row
-    half: tuple[int, int] | None = None  # start and length of the chunk whose first half was the last row
+    underway: tuple[int, int, int, int] | None = None  # start, length, next layers and all layers of a chunk in legs
 
     def hashes_of(self, tokens: list[int]) -> list[int]:
         """Return the hash of each prefix of `tokens`, which begin with the slot's own."""
@@ -104,7 +104,7 @@ class FakeRunner:
         self.counts: Counter[str] = Counter()
         self.rows: list[Row] = []  # of the last plan
         self._last_step = -1
-        self.kept: int | None = None  # the slot of the last first half
+        self.kept: int | None = None  # the slot of the leg whose hidden states are kept
         self.ledgers = [Ledger(group.index, ROOM) for group in layout.groups if group.ahead]
         self.rings: dict[tuple[int, int, int], tuple[int, int]] = {}  # group, slot, place -> KV
 
@@ -139,7 +139,7 @@ class FakeRunner:
         self._last_step = plan.step_id
         assert plan.rows
         assert plan.num_tokens <= self.budget
-        assert sum(row.which_half is not Half.WHOLE for row in plan.rows) <= 1
+        assert sum(not row.leg.is_whole for row in plan.rows) <= 1
         self.counts["tokens"] += plan.num_tokens
         self.counts["mixed"] += any(row.num_logits for row in plan.rows) and not all(row.num_logits for row in plan.rows)
         for slots in ([row.slot for row in plan.rows], [entry.slot for entry in plan.entries]):
@@ -205,9 +205,9 @@ class FakeRunner:
         for span in slot.entry.media:
             inside = [edge for edge in (row.start, end) if span.start < edge < span.end]
             assert not (span.is_whole and inside), f"a chunk ends inside {span}"
-            self.counts["media computed"] += row.which_half is not Half.FIRST and row.start <= span.start and span.end <= end
+            self.counts["media computed"] += row.leg.is_last and row.start <= span.start and span.end <= end
         hashes = slot.hashes_of(self._tokens_of(row))
-        self._check_half(row, slot)
+        self._check_leg(row, slot)
         for group in self.layout.groups:
             store_from = row.store_from[group.index]
             rule = row.start
@@ -222,26 +222,31 @@ class FakeRunner:
             for position in range(store_from, end):
                 key = self._at(row, group, position)
                 assert written.setdefault(key, row.slot) == row.slot, f"{key} written by two rows"
-                # After half of the layers, nobody may read it.
-                self._put(key, (position, -1 if row.which_half is Half.FIRST else hashes[position]))
+                # Before the last layer has run, nobody may read it.
+                self._put(key, (position, hashes[position] if row.leg.is_last else -1))
 
-    def _check_half(self, row: Row, slot: Slot) -> None:
-        """Check that a second half follows the first half of the same chunk, whose keys are still there."""
-        chunk = row.start, row.num_new
-        if row.which_half is Half.FIRST:
+    def _check_leg(self, row: Row, slot: Slot) -> None:
+        """Check that a leg follows the one before it of the same chunk, whose keys are still there."""
+        chunk, leg = (row.start, row.num_new), row.leg
+        assert 0 <= leg.begin < leg.end <= leg.of
+        if not leg.is_last:
             assert row.num_logits == len(row.draw_slots) == 0
-            assert any(other.num_new == 1 for other in self.rows), "there is no reason for halves"
-            self.kept = row.slot
-        elif row.which_half is Half.SECOND:
+            assert len(self.rows) > 1, "there is no reason for legs"
+        if not leg.is_first:
             assert self.kept == row.slot
-            assert slot.half == chunk
-            self.counts["halved"] += 1
+            assert slot.underway == (*chunk, leg.begin, leg.of)
+            self.counts["in legs"] += leg.is_last
+            self.counts["middle legs"] += not leg.is_last
             for group in self.layout.groups:
                 for position in range(row.store_from[group.index], row.start + row.num_new):
                     page, _, offset = self._at(row, group, position)
                     assert self.page_group[page] == group.index
-                    assert self.memory[page].get(offset) == (position, -1), "the first half's keys are gone"
-        slot.half = chunk if row.which_half is Half.FIRST else None
+                    assert self.memory[page].get(offset) == (position, -1), "the keys of the leg before are gone"
+        elif not leg.is_last:
+            assert any(other.num_new == 1 for other in self.rows), "there is no reason for legs"
+        slot.underway = None if leg.is_last else (*chunk, leg.end, leg.of)
+        if not leg.is_last:
+            self.kept = row.slot
 
     def _put(self, key: Key, value: tuple[int, int]) -> None:
         page, group, offset = key
@@ -298,7 +303,7 @@ class FakeRunner:
 
     def _draw(self, row: Row) -> list[Drawn]:
         slot, end = self.slots[row.slot], row.start + row.num_new
-        if row.which_half is Half.FIRST:
+        if not row.leg.is_last:
             return []
         is_last = end - row.num_drafts == len(slot.tokens)
         assert bool(row.draw_slots) == is_last

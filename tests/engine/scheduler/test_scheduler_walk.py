@@ -43,7 +43,7 @@ class World:
     on_cpu: bool = False  # short prompts have steps of their own
     pauses: bool = False  # drafts are wanted in some steps and not in others
     has_media: bool = False  # some prompts have media, and tenants have salts
-    halve_from: int = 0  # chunks with images and at least so many tokens run in two steps
+    leg_tokens: int = 0  # chunks with images and more tokens run in several steps
     tenants: tuple[str, ...] = ("",)  # each request belongs to one of them
     num_host_pages: int = 0
 
@@ -83,7 +83,7 @@ class Walk:
             policy=Moody(self.random, world.max_drafts) if world.pauses else None,
             plans_open=world.plans_open,
             on_cpu=world.on_cpu,
-            halve_from=world.halve_from,
+            leg_tokens=world.leg_tokens,
             clock=lambda: self.now,
         )
         scheduler.page_allocator.host.grow(world.num_host_pages)
@@ -236,19 +236,22 @@ WORLDS = {
     "media, short of pages": World(
         has_media=True, groups=((3, 1), (None, 1)), num_pages=70, max_num_seqs=3, budget=16, max_prompt=30, max_tokens=30
     ),
-    "halves": World(has_media=True, halve_from=4, groups=((40, 4), (None, 8)), num_pages=120, max_num_seqs=4),
-    "halves ahead": World(has_media=True, halve_from=2, groups=((40, 2), (None, 3)), num_pages=150, ahead=True, budget=40),
-    "halves, tenants": World(
+    "legs": World(has_media=True, leg_tokens=4, groups=((40, 4), (None, 8)), num_pages=120, max_num_seqs=4),
+    "legs ahead": World(has_media=True, leg_tokens=2, groups=((40, 2), (None, 3)), num_pages=150, ahead=True, budget=40),
+    "legs, tenants": World(
         has_media=True,
-        halve_from=2,
+        leg_tokens=2,
         num_pages=70,
         ahead=True,
         tenants=("a", "a", "b"),
         max_num_seqs=5,
         groups=((30, 4), (None, 8)),
     ),
-    "halves, short first": World(
-        has_media=True, halve_from=2, on_cpu=True, num_pages=70, groups=((30, 4), (None, 8)), max_num_seqs=6
+    "legs, short first": World(
+        has_media=True, leg_tokens=2, on_cpu=True, num_pages=70, groups=((30, 4), (None, 8)), max_num_seqs=6
+    ),
+    "legs, long chunks": World(
+        has_media=True, leg_tokens=4, groups=((6, 4), (None, 16)), budget=128, num_pages=80, max_prompt=120, ahead=True
     ),
     "no cache": World(prefix_caching=False, num_pages=34, max_drafts=3),
     "long chunks": World(groups=((6, 4), (None, 16)), budget=128, num_pages=36, max_prompt=120, max_drafts=1),
@@ -310,7 +313,8 @@ def test_walk(num_steps: int) -> None:
         "open",
         "moved on",
         "media computed",
-        "halved",
+        "in legs",
+        "middle legs",
         "parked",
         "restored",
         *deferred,
@@ -385,7 +389,7 @@ def walk_in(
         plans_open=plans_open,
         pauses=pauses,
         has_media=has_media,
-        halve_from=2,
+        leg_tokens=2,
         num_host_pages=num_host_pages,
     )
     walk(world, seed, 60)

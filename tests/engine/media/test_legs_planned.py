@@ -1,4 +1,4 @@
-"""Chunks with images that run in two steps: which ones, what is planned beside them, and what happens in between."""
+"""Chunks with images that run in legs: which ones, what is planned beside them, and what happens in between."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
+from culet.scheduler import sequence
+from culet.scheduler.media.legs import MAX_LEGS
 from culet.scheduler.sequence import Sequence
-from culet.types import Half, MediaSpan, Request, Row, StepPlan
+from culet.types import WHOLE, Leg, MediaSpan, Request, Row, StepPlan
 from tests.engine.media.tower_runner import ask as ask_with_items
 from tests.engine.media.tower_runner import check_end, drive_towers, item, ledger
 from tests.engine.scheduler.drive import Drive, endless, make, make_layout, make_request, prompt
 
 LAYOUT = make_layout((40, 4), (None, 8))
+FIRST, SECOND = Leg(0, 1, 2), Leg(1, 2, 2)
 
 
 def image(start: int, length: int, *, is_whole: bool = True) -> MediaSpan:
@@ -23,20 +26,20 @@ def seeing(name: str = "seen", length: int = 20, media: Seq[MediaSpan] = (image(
     return make_request(name, prompt(length, 3), 3, stop=False, media=tuple(media), **settings)  # type: ignore[arg-type]
 
 
-def beside_chats(num_chats: int = 2, *, halve_from: int = 10, **settings: object) -> Drive:
+def beside_chats(num_chats: int = 2, *, leg_tokens: int = 10, **settings: object) -> Drive:
     """Return a scheduler with chats that decode."""
-    drive = make(LAYOUT, halve_from=halve_from, **settings)  # type: ignore[arg-type]
+    drive = make(LAYOUT, leg_tokens=leg_tokens, **settings)  # type: ignore[arg-type]
     for number in range(num_chats):
         drive.add(endless(f"chat {number}", 3 + number, 60))
         drive.step()
     return drive
 
 
-def chunks(plans: Seq[StepPlan | None]) -> list[tuple[Half, int, int]]:
-    return [(row.which_half, row.start, row.num_new) for plan in plans if plan for row in plan.rows if row.num_new > 1]
+def chunks(plans: Seq[StepPlan | None]) -> list[tuple[Leg, int, int]]:
+    return [(row.leg, row.start, row.num_new) for plan in plans if plan for row in plan.rows if row.num_new > 1]
 
 
-def steps_of(drive: Drive, *requests: Request, num_steps: int = 4) -> list[tuple[Half, int, int]]:
+def steps_of(drive: Drive, *requests: Request, num_steps: int = 4) -> list[tuple[Leg, int, int]]:
     """Return the chunks of the next steps, then run to the end."""
     for request in requests:
         drive.add(request)
@@ -58,11 +61,11 @@ def test_an_image_beside_chats(ahead: bool) -> None:
     tokens = drive.scheduler.counters.step_tokens
     drive.add(seeing())
     plans = [drive.step() for _ in range(2)]
-    assert chunks(plans) == [(Half.FIRST, 0, 20), (Half.SECOND, 0, 20)]
+    assert chunks(plans) == [(FIRST, 0, 20), (SECOND, 0, 20)]
     for plan in plans:
         assert plan is not None
         assert len(plan.rows) == 3, "the chats go on"
-    assert drive.scheduler.counters.halved_chunks == 1
+    assert drive.scheduler.counters.chunks_in_legs == 1
     assert drive.scheduler.counters.step_tokens - tokens == 20 + 4, "its tokens count once"
     assert [step.is_timed for step in drive.scheduler._in_flight] == [False] * ahead
     end(drive)
@@ -75,65 +78,83 @@ def test_an_image_beside_chats(ahead: bool) -> None:
         seeing(media=[image(4, 12, is_whole=False)]),
         seeing(length=9, media=[image(2, 5)]),
         seeing(prompt_logprobs=0),
-        seeing(length=60, media=[image(4, 12)]),
     ],
-    ids=["no image", "may be split", "short", "scored", "leaves holes"],
+    ids=["no image", "may be split", "short", "scored"],
 )
 def test_other_chunks_are_whole(request_: Request) -> None:
     found = steps_of(beside_chats(seqs=4, budget=80), request_)
     assert found
-    assert all(half is Half.WHOLE for half, _, _ in found)
+    assert all(leg.is_whole for leg, _, _ in found)
 
 
-def test_nothing_is_halved_without_chats_or_beside_another_prompt() -> None:
-    assert steps_of(beside_chats(0), seeing()) == [(Half.WHOLE, 0, 20)]
+def test_nothing_is_cut_without_chats_or_beside_another_prompt() -> None:
+    assert steps_of(beside_chats(0), seeing()) == [(WHOLE, 0, 20)]
     both = steps_of(beside_chats(), seeing("a"), seeing("b"))
-    assert both[:2] == [(Half.WHOLE, 0, 20)] * 2
-    assert steps_of(beside_chats(halve_from=0), seeing()) == [(Half.WHOLE, 0, 20)]
+    assert both[:2] == [(WHOLE, 0, 20)] * 2
+    assert steps_of(beside_chats(leg_tokens=0), seeing()) == [(WHOLE, 0, 20)]
 
 
 def test_a_chunk_that_a_later_step_may_have_no_room_for() -> None:
     """With 8 sequences and 40 tokens, any step has room for 33."""
-    assert steps_of(beside_chats(1, budget=40), seeing(length=33))[0] == (Half.FIRST, 0, 33)
-    assert steps_of(beside_chats(1, budget=40), seeing(length=34))[0] == (Half.WHOLE, 0, 34)
+    assert steps_of(beside_chats(1, budget=40, leg_tokens=20), seeing(length=33))[0] == (FIRST, 0, 33)
+    assert steps_of(beside_chats(1, budget=40, leg_tokens=20), seeing(length=34))[0] == (WHOLE, 0, 34)
+
+
+def test_a_longer_chunk_has_more_legs() -> None:
+    """So each step is about as long. Beyond some number, more legs would only delay the first token."""
+    for length, count in ((10, 1), (11, 2), (21, 3), (30, 3), (33, 4)):
+        found = steps_of(beside_chats(1, budget=40), seeing(length=length, media=[image(1, 8)]), num_steps=5)
+        assert found == [(Leg(index, index + 1, count), 0, length) for index in range(count)]
+    found = steps_of(beside_chats(1, budget=40, leg_tokens=2), seeing(length=33), num_steps=9)
+    assert found == [(Leg(index, index + 1, MAX_LEGS), 0, 33) for index in range(MAX_LEGS)]
+
+
+def test_without_chats_all_other_layers_run_at_once() -> None:
+    drive = beside_chats(1, leg_tokens=4)
+    drive.add(seeing())
+    plans = [drive.step(), drive.step()]
+    drive.scheduler.cancel("chat 0")
+    plans.append(drive.step())
+    assert chunks(plans) == [(Leg(*layers, 5), 0, 20) for layers in ((0, 1), (1, 2), (2, 5))]
+    end(drive)
 
 
 def test_a_chunk_in_the_middle_of_a_prompt() -> None:
-    found = steps_of(beside_chats(budget=40, seqs=3), seeing(length=90, media=[image(40, 12)]), num_steps=6)
-    assert found == [(Half.WHOLE, 0, 38), (Half.FIRST, 38, 38), (Half.SECOND, 38, 38), (Half.WHOLE, 76, 14)]
+    found = steps_of(beside_chats(budget=40, seqs=3, leg_tokens=20), seeing(length=90, media=[image(40, 12)]), num_steps=6)
+    assert found == [(WHOLE, 0, 38), (FIRST, 38, 38), (SECOND, 38, 38), (WHOLE, 76, 14)]
 
 
-def test_no_prompt_starts_beside_a_second_half() -> None:
+def test_no_prompt_starts_beside_a_later_leg() -> None:
     drive = beside_chats()
     drive.add(seeing())
     plans = [drive.step()]
     drive.add(make_request("late", prompt(6, 9), 3))
     plans += [drive.step(), drive.step()]
-    assert [chunks([plan]) for plan in plans] == [[(Half.FIRST, 0, 20)], [(Half.SECOND, 0, 20)], [(Half.WHOLE, 0, 6)]]
+    assert [chunks([plan]) for plan in plans] == [[(FIRST, 0, 20)], [(SECOND, 0, 20)], [(WHOLE, 0, 6)]]
     end(drive)
 
 
-def test_samples_fork_after_the_second_half() -> None:
+def test_samples_fork_after_the_last_leg() -> None:
     drive = beside_chats()
     drive.add(seeing(n=3))
     first, second = drive.step(), drive.step()
     assert first is not None
     assert second is not None
-    assert [len(row.draw_slots) for row in second.rows if row.which_half] == [3]
+    assert [len(row.draw_slots) for row in second.rows if not row.leg.is_whole] == [3]
     assert len(second.entries) == 2
     end(drive)
     assert drive.scheduler.counters.forks == 2
 
 
-def test_resume_lengths_in_a_halved_chunk() -> None:
+def test_resume_lengths_in_a_chunk_in_legs() -> None:
     drive = beside_chats()
     drive.add(seeing(resume_lengths=(17,)))
     plans = [drive.step()]
     prefix = drive.scheduler.page_allocator.prefix
     assert prefix is not None
-    assert all(point.length < 17 for point in prefix.resume_points()), "half of the layers have not run"
+    assert all(point.length < 17 for point in prefix.resume_points()), "some layers have not run"
     plans.append(drive.step())
-    assert chunks(plans) == [(Half.FIRST, 0, 20), (Half.SECOND, 0, 20)]
+    assert chunks(plans) == [(FIRST, 0, 20), (SECOND, 0, 20)]
     before = drive.scheduler.counters.prefix_hit_tokens
     drive.add(make_request("next", [*prompt(20, 3)[:17], 50, 51], 2, media=(image(4, 12),)))
     drive.step()
@@ -141,23 +162,39 @@ def test_resume_lengths_in_a_halved_chunk() -> None:
     end(drive)
 
 
-def the_half(plan: StepPlan | None) -> Row:
+def the_leg(plan: StepPlan | None) -> Row:
     assert plan is not None
-    (row,) = [row for row in plan.rows if row.which_half]
+    (row,) = [row for row in plan.rows if not row.leg.is_whole]
     return row
 
 
+# Where a chunk in legs is: the request, the steps before it, its first token and length. The window has 40 tokens, so a longer
+# chunk stores only the last of its tokens there.
+PLACES: dict[str, tuple[Request, int, int, int]] = {
+    "at the start": (seeing(length=34), 0, 0, 34),
+    "after others": (seeing(length=90, media=[image(70, 12)]), 1, 62, 28),
+    "longer than the window": (seeing(length=150, media=[image(90, 12)]), 1, 62, 62),
+}
+
+
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("what", ["preempt", "cancel", "cancel chats", "fail"])
-def test_between_the_halves(what: str, ahead: bool) -> None:
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("num_run", [1, 3])
+@pytest.mark.parametrize("what", ["preempt", "park", "cancel", "cancel chats", "fail"])
+def test_between_the_legs(what: str, num_run: int, place: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens, all pages come back, and the answer is right. The fake runner checks every key."""
-    drive = beside_chats(ahead=ahead)
+    monkeypatch.setattr(sequence, "MIN_PARKED", 0)
+    request, num_before, start, length = PLACES[place]
+    drive = beside_chats(ahead=ahead, leg_tokens=-(-length // 4), seqs=3, num_host_pages=60)
     scheduler = drive.scheduler
-    drive.add(seeing())
-    assert the_half(drive.step()).which_half is Half.FIRST
+    drive.add(request)
+    plans = [drive.step() for _ in range(num_before + num_run)]
+    assert chunks(plans)[num_before:] == [(Leg(index, index + 1, 4), start, length) for index in range(num_run)]
     seq = next(iter(scheduler._alive["seen"].values()))
-    assert seq.halved == 20
-    if what == "preempt":
+    assert seq.num_underway == length
+    if what == "park":
+        assert seq.park(scheduler.page_allocator)
+    if what in ("preempt", "park"):
         scheduler._preempt(seq)
     elif what == "cancel":
         scheduler.cancel("seen")
@@ -170,10 +207,11 @@ def test_between_the_halves(what: str, ahead: bool) -> None:
     if what == "cancel chats":
         plan = drive.step()
         assert plan is not None
-        assert [(row.which_half, row.num_new) for row in plan.rows] == [(Half.SECOND, 20)]
+        assert [(row.leg, row.start, row.num_new) for row in plan.rows] == [(Leg(num_run, 4, 4), start, length)]
     else:
-        assert seq.halved == 0
+        assert seq.num_underway == 0
     end(drive)
+    assert scheduler.counters.restored == (what == "park" and start > 0)
 
 
 def test_a_preempted_chunk_is_computed_again() -> None:
@@ -182,7 +220,7 @@ def test_a_preempted_chunk_is_computed_again() -> None:
     drive.step()
     seq = next(iter(drive.scheduler._alive["seen"].values()))
     drive.scheduler._preempt(seq)
-    assert chunks([drive.step() for _ in range(3)]) == [(Half.FIRST, 0, 20), (Half.SECOND, 0, 20)]
+    assert chunks([drive.step() for _ in range(3)]) == [(FIRST, 0, 20), (SECOND, 0, 20)]
     end(drive)
 
 
@@ -195,8 +233,8 @@ def pause(monkeypatch: pytest.MonkeyPatch, *names: str) -> set[str]:
     return paused
 
 
-def test_a_chunk_waits_for_its_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a step cannot have it, a later one does. Meanwhile, no other chunk is halved, and it keeps its pages."""
+def test_a_chunk_waits_for_its_next_leg(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a step cannot have it, a later one does. Meanwhile, no other chunk is cut, and it keeps its pages."""
     drive = beside_chats()
     drive.add(seeing())
     plans = [drive.step()]
@@ -205,13 +243,13 @@ def test_a_chunk_waits_for_its_second_half(monkeypatch: pytest.MonkeyPatch) -> N
     plans += [drive.step(), drive.step()]
     paused.clear()
     plans.append(drive.step())
-    assert chunks(plans) == [(Half.FIRST, 0, 20), (Half.WHOLE, 0, 20), (Half.SECOND, 0, 20)]
+    assert chunks(plans) == [(FIRST, 0, 20), (WHOLE, 0, 20), (SECOND, 0, 20)]
     end(drive)
 
 
 @pytest.mark.parametrize("has_older", [False, True])
 def test_a_smaller_step_still_has_room(has_older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps become shorter between the halves, because they take long. An older prompt may then be able to go on."""
+    """Steps become shorter between the legs, because they take long. An older prompt may then be able to go on."""
     drive = beside_chats(budget=40)
     if has_older:
         drive.add(make_request("old", prompt(120, 5), 3))
@@ -222,41 +260,41 @@ def test_a_smaller_step_still_has_room(has_older: bool, monkeypatch: pytest.Monk
     paused.clear()
     drive.scheduler.step_budget._num_tokens, drive.scheduler.step_budget.min_tokens = 4.0, 4
     plans.append(drive.step())
-    assert chunks(plans) == [(Half.FIRST, 0, 20), (Half.SECOND, 0, 20)]
+    assert chunks(plans) == [(FIRST, 0, 20), (SECOND, 0, 20)]
     end(drive)
 
 
-def test_a_second_half_goes_before_older_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leg_goes_before_older_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """An older prompt that could not go on, and now can, takes only what is left of the step."""
-    drive = beside_chats(1, budget=40, seqs=4)
+    drive = beside_chats(1, budget=40, seqs=4, leg_tokens=20)
     drive.add(make_request("old", prompt(120, 5), 3))
     drive.step()
     paused = pause(monkeypatch, "old")
     drive.add(seeing(length=33, media=[image(10, 12)]))
     first = drive.step()
     paused.clear()
-    assert chunks([first, drive.step()]) == [(Half.FIRST, 0, 33), (Half.WHOLE, 39, 6), (Half.SECOND, 0, 33)]
+    assert chunks([first, drive.step()]) == [(FIRST, 0, 33), (WHOLE, 39, 6), (SECOND, 0, 33)]
     end(drive)
 
 
-def test_features_may_go_between_the_halves() -> None:
-    """The first half has read them. Another request's image takes their place in the cache."""
+def test_features_may_go_between_the_legs() -> None:
+    """The first leg has read them. Another request's image takes their place in the cache."""
     features = ledger(max_tokens=12, max_step_tokens=12)
-    drive = drive_towers(features, layout=LAYOUT, halve_from=10)
+    drive = drive_towers(features, layout=LAYOUT, leg_tokens=10)
     drive.add(endless("chat", 3, 60))
     drive.step()
     cat, dog = item(1, 12), item(2, 12)
     drive.add(ask_with_items("cat", [cat, prompt(5)], 2))
     plans = []
-    while not any(row.which_half for plan in plans if plan for row in plan.rows):
+    while not any(not row.leg.is_whole for plan in plans if plan for row in plan.rows):
         plans.append(drive.step())
     drive.add(ask_with_items("dog", [prompt(4, 1), dog, prompt(5, 1)], 2))
     plan = drive.step()
     assert plan is not None
-    assert the_half(plan).which_half is Half.SECOND
+    assert the_leg(plan).leg == SECOND
     assert plan.drops == (cat.key,)
     assert plan.encodes == (dog,)
     drive.run()
     check_end(drive)
     assert drive.scheduler.counters.encoded_items == 2
-    assert drive.scheduler.counters.halved_chunks == 2
+    assert drive.scheduler.counters.chunks_in_legs == 2

@@ -1,10 +1,9 @@
-"""Chunks with images that run in two steps, half of the layers each: the same answers as in one step."""
+"""Chunks with images that run in several steps, some of the layers in each: the same answers as in one step."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,13 +21,13 @@ from culet.runner.checks import check_step
 from culet.runner.fixed.prompts import PaddedPieces, _Buffers
 from culet.runner.worker import RunStep, command_decoder
 from culet.scheduler import sequence
-from culet.types import FinishReason, Half, PageTable, Request, Row, SamplingParams, StepPlan
+from culet.types import FinishReason, Leg, PageTable, Request, Row, SamplingParams, StepPlan
 from tests.engine.media.media_rig import VOCAB, Prompt, Told, ask, check_answer, image, make, note, table, text
 from tests.engine.scheduler.drive import make_layout
 
 SHAPES = ("12B", "26B-A4B", "31B")
-LEAST = 4  # tokens of a chunk that is halved
-CAT, DOG = image(2, 5, 1), image(2, 4, 2)  # 10 and 8 tokens; a chunk that is longer than the window is not halved
+LEG_TOKENS = 4  # chunks with images have 12 or more tokens, and so three or more legs
+CAT, DOG = image(2, 5, 1), image(2, 4, 2)  # 10 and 8 tokens
 
 
 def seen(shape: str, seed: int, *, before: int = 2, after: int = 2) -> Prompt:
@@ -36,19 +35,19 @@ def seen(shape: str, seed: int, *, before: int = 2, after: int = 2) -> Prompt:
 
 
 class Rig:
-    """An engine that halves chunks, and counts the halves that its runner gets."""
+    """An engine with chunks in legs, and the legs that its runner gets."""
 
-    def __init__(self, shape: str, *, least: int = LEAST, **settings: Any) -> None:
+    def __init__(self, shape: str, *, leg_tokens: int = LEG_TOKENS, **settings: Any) -> None:
         self.engine = make(shape, max_step_ms=0, **settings)  # chunks that do not depend on the machine's speed
-        self.engine._scheduler._halves.least = least
-        self.shape, self.halves = shape, Counter[Half]()
+        self.engine._scheduler._legs.leg_tokens = leg_tokens
+        self.shape, self.legs = shape, list[Leg]()
         self.told: dict[str, Told] = {}
         self.num_encoded = 0
         runner: Any = self.engine._worker
         launch = runner.launch
 
         def spy(plan: StepPlan) -> Any:
-            self.halves.update(row.which_half for row in plan.rows if row.which_half)
+            self.legs += [row.leg for row in plan.rows if not row.leg.is_whole]
             return launch(plan)
 
         runner.launch = spy
@@ -83,13 +82,21 @@ class Rig:
         assert arena.num_free + arena.num_reclaimable == arena.num_pages
         self.engine._scheduler.drop_resume_points()
         assert arena.num_free == arena.num_pages
-        assert self.engine._worker.halves._kept is None or self.halves[Half.FIRST] > self.halves[Half.SECOND]  # type: ignore[attr-defined]
+        assert self.engine._worker.legs._kept is None or self.num_begun > self.num_ended  # type: ignore[attr-defined]
         return self.told
 
     @property
+    def num_begun(self) -> int:
+        return sum(leg.is_first for leg in self.legs)
+
+    @property
+    def num_ended(self) -> int:
+        return sum(leg.is_last for leg in self.legs)
+
+    @property
     def sequence(self) -> Any:
-        """The sequence that is between its halves, if any."""
-        return next((seq for seq in self.engine._scheduler._running if seq.halved), None)
+        """The sequence that is between its legs, if any."""
+        return next((seq for seq in self.engine._scheduler._running if seq.num_underway), None)
 
 
 def assert_same(got: dict[str, Told], want: dict[str, Told]) -> None:
@@ -131,6 +138,14 @@ def penalties(rig: Rig) -> None:
     rig.add("seen", seen(rig.shape, 1), 8, repetition_penalty=1.3, presence_penalty=0.5, logit_bias={9: 2.0})
 
 
+def long(rig: Rig) -> None:
+    """Chunks that are longer than the window store only the last of their tokens, at the start of a prompt and after others."""
+    rig.add("seen", Prompt.of(rig.shape, text(2, 1), image(4, 5, 3), text(2, 2)))
+    for _ in range(10):
+        rig.step()
+    rig.add("after text", Prompt.of(rig.shape, text(35, 5), image(4, 6, 4), text(3, 6)))
+
+
 def urgent(rig: Rig) -> None:
     """Once it runs, its row comes before those of the chats."""
     chunks(rig, priority=-1)
@@ -142,13 +157,14 @@ SCENARIOS: dict[str, tuple[Scenario, dict[str, Any]]] = {
     "samples": (samples, {}),
     "chunks": (chunks, {"max_num_batched_tokens": 2 + 16, "max_num_seqs": 3}),
     "penalties": (penalties, {}),
+    "long": (long, {"max_num_batched_tokens": 2 + 35, "max_num_seqs": 3}),
     "urgent": (urgent, {"max_num_batched_tokens": 2 + 16, "max_num_seqs": 3}),
 }
 
 
-def play(scenario: str, shape: str, *, least: int, **settings: Any) -> Rig:
+def play(scenario: str, shape: str, *, leg_tokens: int = LEG_TOKENS, **settings: Any) -> Rig:
     act, own = SCENARIOS[scenario]
-    rig = Rig(shape, least=least, **own, **settings)
+    rig = Rig(shape, leg_tokens=leg_tokens, **own, **settings)
     rig.start_chats()
     act(rig)
     rig.finish()
@@ -157,19 +173,21 @@ def play(scenario: str, shape: str, *, least: int, **settings: Any) -> Rig:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_halves_change_nothing(scenario: str, shape: str) -> None:
-    halved, whole = (play(scenario, shape, least=least) for least in (LEAST, 0))
-    assert halved.halves[Half.FIRST] == halved.halves[Half.SECOND] >= 1
-    assert halved.engine.stats().counters.halved_chunks == halved.halves[Half.FIRST]
-    assert not whole.halves
-    assert_same(halved.told, whole.told)
+def test_legs_change_nothing(scenario: str, shape: str) -> None:
+    whole = play(scenario, shape, leg_tokens=0)
+    assert not whole.legs
+    for leg_tokens in (LEG_TOKENS, 2, 8):
+        cut = play(scenario, shape, leg_tokens=leg_tokens)
+        assert cut.num_begun == cut.num_ended >= 1
+        assert cut.engine.stats().counters.chunks_in_legs == cut.num_begun
+        assert_same(cut.told, whole.told)
 
 
 def test_look_ahead_changes_nothing() -> None:
-    """The second half is planned and launched before the first half's result is known."""
-    rig = play("in a row", "31B", least=LEAST, async_scheduling=True)
-    assert rig.halves == {Half.FIRST: 4, Half.SECOND: 4}
-    assert_same(rig.told, play("in a row", "31B", least=0).told)
+    """A leg is planned and launched before the result of the one before is known."""
+    rig = play("in a row", "31B", async_scheduling=True)
+    assert rig.num_begun == rig.num_ended == 4
+    assert_same(rig.told, play("in a row", "31B", leg_tokens=0).told)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -178,12 +196,12 @@ def test_answers_are_those_of_transformers(shape: str) -> None:
     rig.start_chats()
     rig.add("seen", prompt := seen(shape, 1), 5)
     rig.finish()
-    assert rig.halves == {Half.FIRST: 1, Half.SECOND: 1}
+    assert rig.num_begun == rig.num_ended == 1
     check_answer(shape, prompt, rig.told["seen"])
 
 
 @pytest.mark.parametrize("shape", ["12B", "31B"])
-def test_the_next_turn_reuses_a_halved_chunk(shape: str) -> None:
+def test_the_next_turn_reuses_a_chunk_in_legs(shape: str) -> None:
     rig = Rig(shape)
     rig.start_chats()
     rig.add("first", prompt := seen(shape, 1), 3)
@@ -191,21 +209,21 @@ def test_the_next_turn_reuses_a_halved_chunk(shape: str) -> None:
     second = prompt.then(*rig.told["first"].tokens[0], *text(6, 2))
     rig.add("second", second, 4)
     rig.finish()
-    assert rig.halves[Half.FIRST] == 1
+    assert rig.num_begun == 1
     assert rig.told["second"].num_cached == len(prompt.token_ids) + 2
     check_answer(shape, second, rig.told["second"])
 
 
 @pytest.mark.parametrize("has_look_ahead", [False, True])
 @pytest.mark.parametrize("what", ["preempt", "preempt all", "park all", "cancel", "cancel chats"])
-def test_between_the_halves(what: str, has_look_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With look-ahead, the step with the first half may not have ended yet."""
+def test_between_the_legs(what: str, has_look_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With look-ahead, the step with the first leg may not have ended yet."""
     monkeypatch.setattr(sequence, "MIN_PARKED", 0)
     rig = Rig("31B", async_scheduling=has_look_ahead)
     rig.start_chats()
     rig.add("seen", prompt := seen("31B", 1), 5)
     if has_look_ahead:
-        rig.engine._max_in_flight = 1  # so that the engine stops between the halves
+        rig.engine._max_in_flight = 1  # so that the engine stops between the legs
     rig.step_until(lambda: rig.sequence)
     rig.engine._max_in_flight = 1 + has_look_ahead
     scheduler = rig.engine._scheduler
@@ -228,27 +246,27 @@ def test_between_the_halves(what: str, has_look_ahead: bool, monkeypatch: pytest
         check_answer("31B", prompt, told["seen"])
     for number in range(2) if what != "cancel chats" else ():
         check_answer("31B", Prompt.of("31B", text(5 + number, number)), told[f"chat {number}"])
-    assert (rig.halves[Half.FIRST] > rig.halves[Half.SECOND]) == (what != "cancel chats")
-    # Nothing of the chunk counts as computed after its first half, so it is not restored.
+    assert (rig.num_begun > rig.num_ended) == (what != "cancel chats")
+    # Nothing of the chunk counts as computed before its last leg, so it is not restored.
     assert (scheduler.counters.parked, scheduler.counters.restored) == ((3, 2) if what == "park all" else (0, 0))
 
 
-def test_a_step_that_fails_between_the_halves() -> None:
-    """The step with the second half fails. Its requests end, and the next request with an image is right."""
+def test_a_step_that_fails_between_the_legs() -> None:
+    """The step with the second leg fails. Its requests end, and the next request with an image is right."""
     rig = Rig("31B")
     rig.start_chats()
     rig.add("seen", seen("31B", 1), 5)
     rig.step_until(lambda: rig.sequence)
     runner: Any = rig.engine._worker
-    run_halves = runner.halves.run
+    run_legs = runner.legs.run
 
     def fail(*_: Any) -> None:
         raise InternalError("no luck")
 
-    runner.halves.run = fail
+    runner.legs.run = fail
     with pytest.raises(InternalError):
         rig.step()
-    runner.halves.run = run_halves
+    runner.legs.run = run_legs
     rig.step()
     assert set(rig.told["seen"].reasons.values()) == {FinishReason.ERROR}
     del rig.told["chat 0"], rig.told["chat 1"]
@@ -256,11 +274,11 @@ def test_a_step_that_fails_between_the_halves() -> None:
     rig.add("again", prompt := seen("31B", 1), 5)
     rig.finish()
     check_answer("31B", prompt, rig.told["again"])
-    assert rig.halves[Half.FIRST] == 2
+    assert rig.num_begun == 2
 
 
-def test_features_may_go_between_the_halves() -> None:
-    """The second half does not read them."""
+def test_features_may_go_between_the_legs() -> None:
+    """Only the first leg reads them."""
     rig = Rig("31B")
     rig.start_chats()
     rig.add("seen", prompt := seen("31B", 1), 5)
@@ -271,7 +289,7 @@ def test_features_may_go_between_the_halves() -> None:
     assert features is not None
     features.num_bytes -= features._held.pop(CAT.key).num_bytes
     rig.finish()
-    assert rig.halves == {Half.FIRST: 1, Half.SECOND: 1}
+    assert rig.num_begun == rig.num_ended == 1
     check_answer("31B", prompt, rig.told["seen"])
 
 
@@ -329,8 +347,8 @@ def tensors_in(result: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("has_graphs", [False, True], ids=["pieces", "graphs"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_halves_in_pieces(shape: str, has_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both parts of a step run in pieces of their own size. So do those that only decode."""
+def test_legs_in_pieces(shape: str, has_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each span of layers runs in pieces of its own size. So do steps that only decode."""
     monkeypatch.setattr("culet.runner.fixed.prompts.SIZES", (8, 24, 64))
     rig = Rig(shape, max_num_batched_tokens=512)
     runner: Any = rig.engine._worker
@@ -360,8 +378,9 @@ def test_halves_in_pieces(shape: str, has_graphs: bool, monkeypatch: pytest.Monk
         for _ in range(4):
             rig.step()
     rig.finish()
-    assert rig.halves == {Half.FIRST: 3, Half.SECOND: 3}
-    assert sizes == [24, 8, 8, 24] * 3  # the lower and upper layers of each step
+    assert rig.legs == [Leg(index, index + 1, 4) for index in range(4)] * 3
+    first, middle, last = [24, 8], [8, 24, 8], [8, 24]  # the spans of layers in each step
+    assert sizes == [*first, *middle, *middle, *last] * 3
     assert_same(rig.told, play_plain(shape))
 
 
@@ -381,7 +400,7 @@ def test_skipped_pieces_leave_no_padding_behind(has_graphs: bool) -> None:
 
 
 def play_plain(shape: str) -> dict[str, Told]:
-    rig = Rig(shape, least=0)
+    rig = Rig(shape, leg_tokens=0)
     rig.start_chats()
     for number in range(3):
         rig.add(f"seen {number}", seen(shape, number))
@@ -393,33 +412,34 @@ def play_plain(shape: str) -> dict[str, Told]:
 # Plans
 
 
-def test_plans_with_halves_cross_to_a_worker() -> None:
-    plan = StepPlan(3, (), (), (Row(0, 0, 4, 0, (PageTable(0, (1,)),), (0,), which_half=Half.FIRST),))
+def test_plans_with_legs_cross_to_a_worker() -> None:
+    plan = StepPlan(3, (), (), (Row(0, 0, 4, 0, (PageTable(0, (1,)),), (0,), leg=Leg(1, 2, 3)),))
     received = command_decoder.decode(msgspec.msgpack.encode(RunStep(plan)))
     assert received == RunStep(plan)
     assert isinstance(received, RunStep)
-    assert received.plan.rows[0].which_half is Half.FIRST
+    assert received.plan.rows[0].leg.layers(6) == (2, 4)
 
 
-def test_wrong_halves_are_noticed() -> None:
+def test_wrong_legs_are_noticed() -> None:
     layout = make_layout((None, 8))
-    good = Row(0, 0, 4, 0, (PageTable(0, (1,)),), (0,), which_half=Half.FIRST)
+    good = Row(0, 0, 4, 0, (PageTable(0, (1,)),), (0,), leg=Leg(0, 1, 2))
     bounds = {"num_slots": 4, "room": 100, "num_slabs": 10}
     check_step(StepPlan(0, (), (), (good,)), layout, **bounds)
-    for rows in ((good, good._replace(slot=1, which_half=Half.SECOND)), (good._replace(num_logits=1, draw_slots=(0,)),)):
-        with pytest.raises(InternalError, match="half"):
+    wrong = (good, good._replace(slot=1, leg=Leg(1, 2, 2))), (good._replace(num_logits=1, draw_slots=(0,)),)
+    for rows in (*wrong, *[(good._replace(leg=Leg(*layers)),) for layers in ((1, 1, 2), (0, 3, 2), (-1, 1, 2))]):
+        with pytest.raises(InternalError, match="layer"):
             check_step(StepPlan(0, (), (), rows), layout, **bounds)
 
 
-def test_a_second_half_must_follow_its_first() -> None:
+def test_a_leg_must_follow_the_one_before() -> None:
     rig = Rig("31B")
     rig.start_chats()
     rig.add("seen", seen("31B", 1))
     rig.step_until(lambda: rig.sequence)
     runner: Any = rig.engine._worker
-    kept = runner.halves._kept
-    runner.halves._kept = kept._replace(row=kept.row._replace(num_new=kept.row.num_new - 1))
-    with pytest.raises(AssertionError, match="the first half was"):
+    kept = runner.legs._kept
+    runner.legs._kept = kept._replace(row=kept.row._replace(num_new=kept.row.num_new - 1))
+    with pytest.raises(AssertionError, match="the leg before was"):
         rig.step()
 
 
@@ -480,22 +500,22 @@ def check_alike(got: Sequence[Told], want: Sequence[Told], *, is_exact: bool) ->
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_halves_on_a_gpu(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Halves in graphs, halves without graphs and whole chunks give the same answers, and nothing is compiled for them."""
+def test_legs_on_a_gpu(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Legs in graphs, legs without graphs and whole chunks give the same answers, and nothing is compiled for them."""
     engine = on_gpu(dtype)
-    halves, counters = engine._scheduler._halves, engine._scheduler.counters
-    halves.least = 0
+    legs, counters = engine._scheduler._legs, engine._scheduler.counters
+    legs.leg_tokens = 0
     whole = images_beside_chats(engine)
-    assert counters.halved_chunks == 0
-    halves.least = 100
+    assert counters.chunks_in_legs == 0
+    legs.leg_tokens = 100  # three or four legs, of six layers
     in_graphs = images_beside_chats(engine)
-    assert counters.halved_chunks == 2
+    assert counters.chunks_in_legs == 2
     assert engine.stats().kernels_compiled == 0
     prompts = engine._worker.fixed.prompts  # type: ignore[attr-defined]
     assert prompts.num_captured > 0
     monkeypatch.setattr(prompts, "sizes", ())
     direct = images_beside_chats(engine)
-    assert counters.halved_chunks == 4
+    assert counters.chunks_in_legs == 4
     check_alike(in_graphs, direct, is_exact=dtype == "float32")
     check_alike(in_graphs, whole, is_exact=dtype == "float32")
     engine.close()

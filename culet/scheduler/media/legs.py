@@ -1,0 +1,89 @@
+"""Decide which chunks go through the layers in several steps, some of the layers in each (decision 26).
+
+An image whose tokens see each other cannot be cut along its tokens. On a large model, its chunk makes a step so long that
+running answers wait noticeably. So the chunk is cut along the layers into **legs**: the first layers run in one step, the next
+ones in the next step that has room, and so on. Until the last leg, nothing of the chunk counts as computed, but its sequence
+keeps the pages. It continues with exactly this chunk, unless it loses its pages or ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+from culet.scheduler.rows import PlannedRow, RowShape
+from culet.scheduler.sequence import Sequence
+from culet.scheduler.stats import Counters
+from culet.types import Leg
+
+MAX_LEGS = 8  # more would delay the first token without making steps noticeably shorter
+
+
+class Legs:
+    """The chunk that has begun its legs. There is one at a time, because the runner keeps its hidden states."""
+
+    def __init__(self, leg_tokens: int, most: int, counters: Counters) -> None:
+        """Cut chunks of more than `leg_tokens` tokens (0: none) and at most `most`, which every later step has room for.
+
+        A leg takes about as long as `leg_tokens` tokens do in all layers.
+        """
+        self.leg_tokens, self._most, self._counters = leg_tokens, most, counters
+        self._begun: PlannedRow | None = None  # the row as it would have been planned as a whole, and its last leg
+
+    def shape_of(self, seq: Sequence) -> RowShape | None:
+        """Return the shape of the next row of `seq` if it is another leg, which already has all its pages."""
+        if not seq.num_underway:
+            return None
+        assert self._begun is not None
+        assert self._begun.owner is seq, "another sequence's chunk is underway"
+        row = self._begun.row
+        assert (row.start, row.num_new) == (seq.num_computed, seq.num_underway), "a chunk has changed between its legs"
+        missing = (0,) * len(row.store_from)
+        return RowShape(
+            row.num_new, 0, row.num_logits, row.store_from, missing, bool(row.draw_slots), self._begun.resume_lengths
+        )
+
+    def num_left(self, budget: int, planned: Rows[PlannedRow]) -> int:
+        """Return how many of a step's tokens are left for new prompts.
+
+        None starts beside another leg, since that would make the step as long as without legs.
+        """
+        return 0 if any(plan.owner.num_underway for plan in planned) else budget - sum(plan.row.num_new for plan in planned)
+
+    def mark(self, planned: list[PlannedRow]) -> list[PlannedRow]:
+        """Say which layers run for the rows of a step. At most one row is a leg. Return the rows."""
+        if going_on := next((plan for plan in planned if plan.owner.num_underway), None):
+            assert self._begun is not None
+            begin, count = self._begun.row.leg.end, self._begun.row.leg.of
+            # If no answer is running any more, all other layers run at once.
+            self._run(going_on, Leg(begin, begin + 1 if len(planned) > 1 else count, count))
+        elif self.leg_tokens and (chosen := self._choose(planned)) is not None:
+            self._counters.chunks_in_legs += 1
+            self._run(chosen, Leg(0, 1, min(MAX_LEGS, -(-chosen.row.num_new // self.leg_tokens))))
+        return planned
+
+    def _choose(self, planned: Rows[PlannedRow]) -> PlannedRow | None:
+        """Return the row to cut: a step's only chunk, if it has an image that is computed as a whole, beside decoding."""
+        chunks = [plan for plan in planned if plan.row.num_new > 1]
+        if len(chunks) != 1 or len(planned) == 1 or (self._begun is not None and self._begun.owner.num_underway):
+            return None
+        row, seq = chunks[0].row, chunks[0].owner
+        end = row.start + row.num_new
+        if not self.leg_tokens < row.num_new <= self._most or seq.sampling.prompt_logprobs is not None:
+            return None
+        has_image = any(span.is_whole and row.start <= span.start < end for span in seq.request.media)
+        return chunks[0] if has_image else None
+
+    def _run(self, plan: PlannedRow, leg: Leg) -> None:
+        """Turn a row into a leg. Unless it is the last one, put its sequence back to where it was, apart from its pages."""
+        seq, row = plan.owner, plan.row._replace(leg=leg)
+        plan.row = row
+        if leg.is_last:
+            seq.num_underway, self._begun = 0, None
+            return
+        self._begun = PlannedRow(row, seq, list(plan.drawers), plan.resume_lengths)
+        seq.num_underway, seq.num_computed = row.num_new, row.start
+        seq.draws_in_flight -= len(plan.drawers)
+        for pages, first in zip(seq.groups, row.store_from, strict=True):
+            if first > row.start:  # the tokens that the row skips are not computed yet
+                pages.stored_from = pages.group.first_visible(row.start)
+        plan.row, plan.drawers = row._replace(num_logits=0, draw_slots=()), []
