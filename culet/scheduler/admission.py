@@ -17,12 +17,12 @@ from culet.types import Request
 GROWTH_TOKENS = 64  # that running sequences can draw before one makes way after a parked one is back
 
 
-def least_pages(group: KVGroup, num_tokens: int, chunk: int = 1) -> int:
+def least_pages(group: KVGroup, num_tokens: int, chunk: int = 1, num_logits: int = 1) -> int:
     """Return how many pages of `group` a sequence needs to finish.
 
-    `num_tokens` of its tokens have KV, and they are computed in chunks of `chunk` tokens.
+    `num_tokens` of its tokens have KV, and they are computed in chunks of `chunk` tokens, the last `num_logits` with logits.
     """
-    bound = max_held_pages(group, chunk, 1)
+    bound = max_held_pages(group, chunk, num_logits)
     most = group.pages_for(num_tokens + group.ahead)
     return most if bound is None else min(most, bound)
 
@@ -45,7 +45,8 @@ def check_fits(request: Request, layout: CacheLayout, num_pages: int, max_model_
             else "shorten the prompt, or raise --max-model-len if the model allows it",
         )
     # The last sampled token needs no KV.
-    need = {group.name: least_pages(group, total - 1, largest) for group in layout.groups}
+    num_logits = 1 if request.sampling.prompt_logprobs is None else largest
+    need = {group.name: least_pages(group, total - 1, largest, num_logits) for group in layout.groups}
     if sum(need.values()) > num_pages:
         parts = " + ".join(f"{count} {name}" for name, count in need.items())
         asked = f"prompt of {prompt_len} tokens + max_tokens {request.max_tokens}"

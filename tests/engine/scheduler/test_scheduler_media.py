@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import count
 
 import pytest
 
@@ -61,6 +62,24 @@ def test_a_chunk_never_ends_inside_whole_media() -> None:
     assert [(row.start, row.num_new) for plan in plans if plan for row in plan.rows] == [(0, 10), (10, 16), (26, 14), (40, 1)]
     drive.run()
     drive.check_end()
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
+@pytest.mark.parametrize("groups", [((1, 1), (1, 1), (None, 4)), ((5, 2), (None, 3)), ((30, 4), (None, 8))])
+def test_media_that_are_not_refused_end_in_the_smallest_cache(
+    groups: tuple[tuple[int | None, int], ...], prompt_logprobs: int | None
+) -> None:
+    """With log-probabilities, every token of an image needs the keys in its window, so more pages are needed at once."""
+    for num_pages in count(1):
+        drive = make(make_layout(*groups), num_pages, budget=16, seqs=1)
+        request = ask("a", 60, [image(1, 8), image(30, 9)], prompt_logprobs=prompt_logprobs)
+        try:
+            drive.add(request)
+        except ContextTooLong:
+            continue
+        drive.run()
+        drive.check_end()
+        break
 
 
 def test_a_chunk_may_end_inside_other_media() -> None:
