@@ -14,7 +14,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.forking import runs_module
+from tests.forking import children
 from tests.serve.hardening.raw_http import chat_bytes, connect
 from tests.serve.running import Running, wait_for
 
@@ -216,10 +216,9 @@ def test_an_error_names_the_field_of_other_apis(tiny: Running, path: str, fields
 def compiling(server: Running) -> list[int]:
     """Return the processes that compile a grammar now. Each does so in a second thread, which ends with the grammar."""
     found = []
-    for listed in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
-        with suppress(OSError):  # a thread or a child has ended meanwhile
-            workers = [child for child in listed.read_text().split() if runs_module(child, "culet.structured.check_worker")]
-            found += [int(worker) for worker in workers if len(list(Path(f"/proc/{worker}/task").iterdir())) > 1]
+    for worker in children(server.process.pid, "culet.structured.check_worker"):
+        with suppress(OSError):  # it has ended meanwhile
+            found += [worker] if len(list(Path(f"/proc/{worker}/task").iterdir())) > 1 else []
     return found
 
 

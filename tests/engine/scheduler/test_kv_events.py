@@ -31,7 +31,7 @@ from culet.serve.process.kv_events import (
 )
 from culet.types import Drawn, StepResult
 from tests.engine.scheduler.drive import make, make_request, try_add
-from tests.serve.running import free_port
+from tests.ports import Claim
 
 BLOCK = 8  # tokens
 
@@ -242,8 +242,8 @@ def test_events_travel_over_zmq_and_are_replayed(tmp_path: Path) -> None:
         context.destroy(linger=0)
 
 
-def test_the_replay_socket_listens_at_any_address(tmp_path: Path) -> None:
-    replay = f"tcp://127.0.0.1:{free_port()}"
+def test_the_replay_socket_listens_at_any_address(tmp_path: Path, port: int) -> None:
+    replay = f"tcp://127.0.0.1:{port}"
     config = KVEventsConfig(True, endpoint=f"ipc://{tmp_path}/events", replay_endpoint=replay)
     publisher = KVEventPublisher(config, block_tokens=2)
     context = zmq.Context()
@@ -251,7 +251,6 @@ def test_the_replay_socket_listens_at_any_address(tmp_path: Path) -> None:
         client = context.socket(zmq.DEALER)
         client.connect(replay)
         client.send_multipart((b"", (0).to_bytes(8, "big")))
-        assert client.poll(10_000)
         assert msgspec.msgpack.decode(received(client)[2])[1] == [{"type": "AllBlocksCleared"}]
     finally:
         publisher.close()
@@ -271,18 +270,19 @@ NEEDS_IPV6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6
 
 @pytest.mark.parametrize(("wildcard", "here"), [("*", "127.0.0.1"), pytest.param("[::]", "[::1]", marks=NEEDS_IPV6)])
 def test_the_second_engine_has_its_own_addresses_and_rank(wildcard: str, here: str) -> None:
-    port, replay = free_port(), free_port()
-    config = KVEventsConfig(True, endpoint=f"tcp://{wildcard}:{port - 1}", replay_endpoint=f"tcp://{here}:{replay - 1}")
+    claim = Claim(4)
+    port, replay = claim.port, claim.port + 2
+    config = KVEventsConfig(True, endpoint=f"tcp://{wildcard}:{port}", replay_endpoint=f"tcp://{here}:{replay}")
     publisher = KVEventPublisher(config, block_tokens=2, rank=1)
     context = zmq.Context()
     try:
         subscriber = context.socket(zmq.SUB)
         subscriber.setsockopt(zmq.SUBSCRIBE, b"")
         subscriber.setsockopt(zmq.IPV6, 1)
-        subscriber.connect(f"tcp://{here}:{port}")
+        subscriber.connect(f"tcp://{here}:{port + 1}")
         client = context.socket(zmq.DEALER)
         client.setsockopt(zmq.IPV6, 1)
-        client.connect(f"tcp://{here}:{replay}")
+        client.connect(f"tcp://{here}:{replay + 1}")
         client.send_multipart((b"", (0).to_bytes(8, "big")))
         for parts in received(subscriber), received(client):
             _, events, rank = msgspec.msgpack.decode(parts[2])
@@ -290,6 +290,7 @@ def test_the_second_engine_has_its_own_addresses_and_rank(wildcard: str, here: s
     finally:
         publisher.close()
         context.destroy(linger=0)
+        claim.close()
 
 
 class Follower:

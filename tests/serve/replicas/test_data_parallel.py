@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from tests.serve.replicas.conversations import hit_share, talk
-from tests.serve.running import Running, free_port, wait_for
+from tests.serve.running import Running, wait_for
 
 CONFIG = {"device": "cpu", "max_model_len": 2048, "max_num_seqs": 64, "max_queue_len": 64}
 
@@ -226,9 +226,8 @@ def test_the_load_of_an_engine_that_is_restarted(scripted: Callable[..., Running
         wait_for(lambda: len(loads()) == 1, what="the engine to be given up")
 
 
-def test_subscribers_learn_that_an_engine_died(folder: Path) -> None:
+def test_subscribers_learn_that_an_engine_died(folder: Path, port: int) -> None:
     """Kill an engine that has published blocks. A subscriber that stays hears that they are gone, with higher numbers."""
-    port = free_port()
     events = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}"}
     context = zmq.Context()
     subscriber = context.socket(zmq.SUB)

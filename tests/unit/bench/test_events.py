@@ -156,7 +156,7 @@ def test_events_become_an_answer() -> None:
     talk(Replies(replies), use)
 
 
-def test_no_server_and_no_answer() -> None:
+def test_no_server_and_no_answer(port: int) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -168,7 +168,7 @@ def test_no_server_and_no_answer() -> None:
             client = Client(Load(url, "m", timeout_s=0.2))
             assert "TimeoutError" in (await client.ask(Prompt([1], 1, 1), "m")).error
             await client.close()
-        client = Client(Load(url, "m"))
+        client = Client(Load(f"http://127.0.0.1:{port}", "m"))
         assert "Connect" in (await client.ask(Prompt([1], 1, 1), "m")).error
         await client.close()
 
