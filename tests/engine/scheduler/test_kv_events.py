@@ -299,6 +299,7 @@ class Follower:
     def __init__(self, context: zmq.Context[Any], endpoint: str, replay: str | None) -> None:
         self.subscriber, self.client = context.socket(zmq.SUB), context.socket(zmq.DEALER)
         self.subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        self._connected = self.subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.subscriber.connect(endpoint)
         self.has_replay = replay is not None
         if replay is not None:
@@ -306,6 +307,12 @@ class Follower:
         self.last = -1
         self.blocks: set[int] = set()
         self.num_missed = 0
+
+    def wait_connected(self) -> None:
+        """Wait until the connection to a publisher that has started is made again, and its subscription has arrived."""
+        assert self._connected.poll(60_000)
+        self._connected.recv_multipart()
+        time.sleep(0.5)  # nothing tells when the subscription arrives, which takes no time on an idle machine
 
     def follow(self, timeout_ms: int) -> bool:
         """Take the next message, after those that were missed. Return False if none comes in time."""
@@ -349,6 +356,7 @@ def test_a_restarted_engine_has_none_of_the_old_blocks(tmp_path: Path, has_repla
     follower = Follower(context, endpoint, replay if has_replay else None)
     publisher = KVEventPublisher(config, block_tokens=2)
     try:
+        follower.wait_connected()
         for number in range(10, 15):
             publisher.publish([other_point(number)])
         while hash_of(14) not in follower.blocks:
@@ -361,7 +369,7 @@ def test_a_restarted_engine_has_none_of_the_old_blocks(tmp_path: Path, has_repla
         if is_slow:
             time.sleep(_RECONNECT_S + 0.5)
             follower.subscriber.connect(endpoint)
-            time.sleep(0.5)
+        follower.wait_connected()
         publisher.publish([other_point(20)])
         while hash_of(20) not in follower.blocks:
             assert follower.follow(60_000)
@@ -380,6 +388,7 @@ def test_whoever_missed_the_first_events_too_is_told_to_forget(tmp_path: Path) -
     follower = Follower(context, endpoint, replay)
     publisher = KVEventPublisher(config, block_tokens=2)
     try:
+        follower.wait_connected()
         publisher.publish([other_point(10)])
         while hash_of(10) not in follower.blocks:
             assert follower.follow(60_000)
@@ -390,7 +399,7 @@ def test_whoever_missed_the_first_events_too_is_told_to_forget(tmp_path: Path) -
             publisher.publish([other_point(number)])
         time.sleep(_RECONNECT_S + 0.5)
         follower.subscriber.connect(endpoint)
-        time.sleep(0.5)
+        follower.wait_connected()
         publisher.publish([other_point(25)])
         assert follower.follow(60_000)
         assert follower.blocks == {hash_of(24), hash_of(25)}

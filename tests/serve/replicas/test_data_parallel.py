@@ -149,14 +149,14 @@ def test_an_engine_that_hangs_gets_no_new_requests(scripted: Callable[..., Runni
     """The watchdog waits for minutes. Until then, another engine answers, even if it has more to do."""
     body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 10, "ignore_eos": True}
     with scripted(step_s=0.02, settings={"data_parallel_size": 2}) as server, ThreadPoolExecutor(3) as pool:
-        long = [pool.submit(server.http.post, "/v1/completions", json={**body, "max_tokens": 600}) for _ in range(3)]
+        long = [pool.submit(server.http.post, "/v1/completions", json={**body, "max_tokens": 800}) for _ in range(3)]
         wait_for(lambda: server.stats()["requests"]["in_flight"] == 3, what="the requests")
         loads = [engine["in_flight"] for engine in server.stats()["engines"]]
         rank = loads.index(1)
         process_id = server.engine_ids()[rank]
         os.kill(process_id, signal.SIGSTOP)
         try:
-            time.sleep(7)
+            time.sleep(10)  # it counts as silent after 5 s, and a busy server notices it late
             assert server.http.post("/v1/completions", json=body, timeout=60).status_code == 200
             assert server.stats()["engines"][rank]["in_flight"] == 1
         finally:
