@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 import pytest
@@ -22,7 +23,7 @@ def test_only_a_server_can_have_a_claimed_port() -> None:
                     socket.create_server((host, claim.port))
             with pytest.raises(OSError, match="in use"):
                 _bind(claim.port)
-    _bind(claim.port).close()
+    assert not claim._sockets
 
 
 def test_ports_in_a_row() -> None:
@@ -37,15 +38,19 @@ def test_ports_in_a_row() -> None:
 
 
 def test_a_row_begins_elsewhere_if_one_of_its_ports_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Claim(2) as other:
-        other._sockets.pop(0).close()  # so that the port before a taken one is free
-        wanted = [other.port]
+    first, taken = [], []
 
-        def bind(port: int) -> socket.socket:
-            return _bind(port or (wanted.pop() if wanted else 0))
+    def bind(port: int) -> socket.socket:
+        if port and not taken:
+            taken.append(port)
+            raise OSError(errno.EADDRINUSE, "Address already in use")
+        sock = _bind(port)
+        if not port:
+            first.append(sock.getsockname()[1])
+        return sock
 
-        monkeypatch.setattr("tests.ports._bind", bind)
-        with Claim(2) as claim:
-            assert not wanted
-            assert claim.port != other.port
-            assert [sock.getsockname()[1] for sock in claim._sockets] == [claim.port, claim.port + 1]
+    monkeypatch.setattr("tests.ports._bind", bind)
+    with Claim(3) as claim:
+        assert taken == [first[0] + 1]
+        assert claim.port == first[1]
+        assert [sock.getsockname()[1] for sock in claim._sockets] == [claim.port, claim.port + 1, claim.port + 2]
