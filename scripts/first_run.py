@@ -1,6 +1,7 @@
 """Serve the built-in model, ask it something over HTTP with drafting on, and print the answer and its speed.
 
-`make run` calls this. At a terminal the server stays up until Ctrl-C. Otherwise the script ends after the answer.
+`make run` calls this. At a terminal the server stays up until Ctrl-C. Otherwise the script ends after the answer. The first of
+the ports in the arguments that is free is used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import httpx
 
 QUESTION = "Hello! What can you do?"
 DRAFTER = {"method": "mtp", "model": "built-in:assistant", "probe": False}  # it fits, so the start need not check it
-PORT = 8000  # the usual port, if it is free
+PORTS = (8000, 0)  # without arguments: the usual port, or any free one
 START_LIMIT_S, STOP_LIMIT_S = 300, 30
 LOG_LINES = 15  # shown after a failure
 
@@ -60,7 +61,7 @@ def running_server(log: IO[str]) -> Iterator[tuple[subprocess.Popen[bytes], str]
 
 
 def free_port() -> int:
-    for port in (PORT, 0):
+    for port in [int(argument) for argument in sys.argv[1:]] or PORTS:
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

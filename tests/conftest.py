@@ -1,14 +1,16 @@
-"""The order of the test files, and a quick collection."""
+"""The order of the test files, a quick collection, and a port."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from culet.kernels.compiling import hash_kernels
+from tests.ports import Claim
 
 gc.disable()  # test files import large packages, and nothing they make is garbage
 
@@ -91,3 +93,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # xdist would start with the files that have most tests
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that only this test's server can listen on."""
+    with Claim() as claim:
+        yield claim.port

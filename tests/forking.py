@@ -24,6 +24,7 @@ import traceback
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType
 from typing import Any, NoReturn
@@ -142,6 +143,17 @@ def runs_module(process_id: int | str, module: str) -> bool:
     """Return whether a process runs this module of Culet as its program."""
     folder = Path("/proc", str(process_id))
     return module.encode() in (folder / "cmdline").read_bytes() or (folder / "comm").read_text().strip() == _NAMES[module]
+
+
+def children(process_id: int, module: str) -> list[int]:
+    """Return the ids of a process's children that run this module. Threads and children may end meanwhile."""
+    found = []
+    for listed in Path("/proc", str(process_id), "task").glob("*/children"):  # each thread has its own
+        with suppress(OSError):
+            for child in map(int, listed.read_text().split()):
+                with suppress(OSError):
+                    found += [child] if runs_module(child, module) else []
+    return found
 
 
 def _run_module(module: str, arguments: list[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -50,7 +51,7 @@ def _run_in_fork(arguments: list[str]) -> tuple[int, str]:
 
 def fork_interpreter() -> int:
     """Fork a process that runs what `run_interpreted` asks for. Return its id. Call this before any thread is started."""
-    os.environ[ADDRESS] = f"culet-test-interpreter-{os.getpid()}"
+    os.environ[ADDRESS] = f"culet-test-interpreter-{secrets.token_hex(8)}"
     with Listener("\0" + os.environ[ADDRESS], backlog=64) as listener:  # a name without a file, which Linux has
         process_id = os.fork()
         if not process_id:

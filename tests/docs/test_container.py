@@ -17,7 +17,6 @@ import yaml
 
 from tests.docs.blocks import ROOT, check_culet
 from tests.docs.test_package import same_torch
-from tests.serve.running import free_port
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -95,7 +94,7 @@ def test_compose_without_a_gpu() -> None:
 
 
 @pytest.mark.slow
-def test_its_steps_run_outside_a_container(tmp_path: Path) -> None:
+def test_its_steps_run_outside_a_container(tmp_path: Path, port: int) -> None:
     """Build the wheel from the copied files only, install it as the image does, start the entry point, and probe it.
 
     Steps that need root (apt-get, useradd) are left out, and the image's folders are below `tmp_path`.
@@ -123,7 +122,6 @@ def test_its_steps_run_outside_a_container(tmp_path: Path) -> None:
         step = re.sub(r'--index-url "\$TORCH_INDEX"', "", step).replace("/wheels", str(wheels))
         done = subprocess.run(["bash", "-ec", step], cwd=source, env=variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
-    port = free_port()
     command = [*words("ENTRYPOINT"), *words("CMD"), "--port", str(port)]
     probe = values("HEALTHCHECK")[-1].partition("CMD ")[2].replace("8000", str(port))
     server = subprocess.Popen(command, env=variables, cwd=tmp_path)

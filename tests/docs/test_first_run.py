@@ -11,11 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.ports import Claim
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/first_run.py"
@@ -42,8 +43,13 @@ def test_make_run_calls_the_script() -> None:
     assert "scripts/first_run.py" in recipe
 
 
-def test_without_a_terminal_it_ends() -> None:
-    done = subprocess.run([sys.executable, SCRIPT], env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S)
+def run(port: int, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, SCRIPT, str(port)]
+    return subprocess.run(command, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def test_without_a_terminal_it_ends(port: int) -> None:
+    done = run(port)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(":", 1) for line in done.stdout.splitlines())
     assert list(lines) == ["question", "answer", "speed", "page"]
@@ -54,33 +60,28 @@ def test_without_a_terminal_it_ends() -> None:
 
 @pytest.mark.slow
 def test_at_a_terminal_it_stays_until_ctrl_c() -> None:
-    """The usual port is taken here, so another one is used."""
-    with socket.socket() as usual:
-        usual.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with suppress(OSError):  # another program may have it already
-            usual.bind(("127.0.0.1", 8000))
-            usual.listen()
+    """The first port is taken here, so the other one is used."""
+    with Claim(2) as claim, socket.create_server(("127.0.0.1", claim.port)):
         process_id, descriptor = pty.fork()
         if process_id == 0:
-            os.execve(sys.executable, [sys.executable, str(SCRIPT)], ENVIRONMENT)
+            os.execve(sys.executable, [sys.executable, str(SCRIPT), str(claim.port), str(claim.port + 1)], ENVIRONMENT)
         shown, deadline = "", time.monotonic() + LIMIT_S
         while "Ctrl-C" not in shown:
             assert time.monotonic() < deadline, shown
             if select.select([descriptor], [], [], 0.2)[0]:
                 shown += os.read(descriptor, 65536).decode()
-    url = page_of(shown.replace("\r", ""))
-    assert not url.endswith(":8000")
-    assert "<html" in httpx.get(url, trust_env=False).text
-    os.kill(process_id, signal.SIGINT)
-    _, status = os.waitpid(process_id, 0)
-    os.close(descriptor)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert not is_open(url)
+        url = page_of(shown.replace("\r", ""))
+        assert url.endswith(f":{claim.port + 1}")
+        assert "<html" in httpx.get(url, trust_env=False).text
+        os.kill(process_id, signal.SIGINT)
+        _, status = os.waitpid(process_id, 0)
+        os.close(descriptor)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert not is_open(url)
 
 
-def test_a_server_that_fails_is_reported(tmp_path: Path) -> None:
+def test_a_server_that_fails_is_reported(port: int) -> None:
     """A broken setting ends the server, and the script shows its log and fails."""
-    environment = {**ENVIRONMENT, "CULET_LOG_LEVEL": "nonsense"}
-    done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    done = run(port, CULET_LOG_LEVEL="nonsense")
     assert done.returncode == 1
     assert "error: the server did not start" in done.stderr

@@ -123,12 +123,12 @@ def test_the_unpacked_wheel_runs(wheel: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_installs_into_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
+def test_installs_into_a_clean_environment(wheel: Path, tmp_path: Path, port: int) -> None:
     """pip finds all dependencies, and the installed command serves, answers and shows its page."""
     folder = tmp_path / "environment"
     venv.create(folder, with_pip=True)
     run(folder / "bin/pip", "install", "-q", "--no-compile", wheel, cwd=tmp_path, **same_torch(tmp_path))
     assert run(folder / "bin/culet", "--version", cwd=tmp_path) == f"culet {__version__}\n"
     assert run(folder / "bin/culet", "generate", "Hello", cwd=tmp_path).strip()
-    answer = run(folder / "bin/python", ROOT / "scripts/first_run.py", cwd=tmp_path)
+    answer = run(folder / "bin/python", ROOT / "scripts/first_run.py", port, cwd=tmp_path)
     assert "tokens/s" in answer

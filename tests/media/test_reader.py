@@ -353,7 +353,7 @@ def test_short_work_ends_by_itself():
     """Its client has left, but a new process would cost more than the rest of the work."""
 
     async def run() -> None:
-        queue = MediaQueue(1, max_waiting=2, max_waiting_mb=1, purpose="decoded", patience_s=0.3)
+        queue = MediaQueue(1, max_waiting=2, max_waiting_mb=1, purpose="decoded", patience_s=1.0)
         gate = Gate()
         running = asyncio.create_task(queue.run(gate.work("running"), 10))
         await settle(lambda: bool(gate.order))

@@ -16,7 +16,7 @@ from random import Random
 import httpx
 import pytest
 
-from tests.forking import runs_module
+from tests.forking import children
 from tests.parallel.test_rank_processes import is_gone
 from tests.serve.running import Running, wait_for
 
@@ -35,11 +35,7 @@ def server(model_of: Callable[[str], str]) -> Iterator[Running]:
 
 def ranks_of_server(server: Running) -> list[int]:
     """Return the process ids of the ranks, in their order."""
-    engine = server.engine_id()
-    found = []
-    for task in Path(f"/proc/{engine}/task").iterdir():
-        found += [int(pid) for pid in (task / "children").read_text().split()]
-    return sorted(pid for pid in found if runs_module(pid, "culet.runner.worker_process"))
+    return sorted(children(server.engine_id(), "culet.runner.worker_process"))
 
 
 def new_ranks(server: Running, old: list[int]) -> list[int]:

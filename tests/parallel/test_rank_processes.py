@@ -175,8 +175,8 @@ def test_a_rank_that_hangs_at_start(tmp_path: Path) -> None:
 def test_a_rank_that_lives_but_makes_no_progress(tmp_path: Path) -> None:
     """Its signs of life come from a thread of their own."""
     with pytest.raises(WorkerDied) as caught:
-        ProcessWorker("tests.parallel.fake_ranks:wait", num_ranks=2, build_limit_s=2.0, folder=str(tmp_path))
-    problem = "no rank has made progress with its start for 2 s (rank 0 is at: the meeting, rank 1 is at: the weights)"
+        ProcessWorker("tests.parallel.fake_ranks:wait", num_ranks=2, build_limit_s=5.0, folder=str(tmp_path))
+    problem = "no rank has made progress with its start for 5 s (rank 0 is at: the meeting, rank 1 is at: the weights)"
     assert caught.value.message == problem
     assert "step_s" in str(caught.value.hint)
 

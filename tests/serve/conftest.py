@@ -54,8 +54,8 @@ def fake(scripted: Callable[..., Running]) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def tiny(folder: Path) -> Iterator[Running]:
-    """A server with a real engine and a tiny random model."""
-    with Running(folder, config=TINY) as server:
+    """A server with a real engine and a tiny random model. Grammars have time here too."""
+    with Running(folder, config=TINY, settings={"limits": "grammar_s=60"}) as server:
         yield server
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +20,8 @@ from typing import Any, Self
 import httpx
 from openai import DefaultHttpxClient, OpenAI
 
-from tests.forking import runs_module, start_server
+from tests.forking import children, start_server
+from tests.ports import Claim
 
 _SERVE = """
 import json, sys
@@ -44,12 +43,6 @@ except CuletError as error:
 _ENGINE = "culet.serve.process.engine"
 START_LIMIT_S = 40.0
 PATIENCE = 12  # limits suit an idle machine; multiply them by this to allow for a busy one
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float = 10.0, what: str = "it") -> Any:
@@ -76,7 +69,8 @@ class Running:
         is_fresh: bool = False,
     ) -> None:
         """`is_fresh`: never fork the server (see `tests.forking`)."""
-        self.port = free_port()
+        self._claim = Claim()
+        self.port = self._claim.port
         self.url = f"http://127.0.0.1:{self.port}"
         given = {
             "config": {"model": str(folder), **(config or {})},
@@ -128,11 +122,7 @@ class Running:
 
     def engine_ids(self) -> list[int]:
         """Return the process ids of the engines."""
-        found = []
-        for listed in Path(f"/proc/{self.process.pid}/task").glob("*/children"):  # each thread has its own
-            with suppress(OSError):  # a thread or a child has ended meanwhile
-                found += [int(child) for child in listed.read_text().split() if runs_module(child, _ENGINE)]
-        return found
+        return children(self.process.pid, _ENGINE)
 
     def engine_id(self) -> int:
         """Return the process id of the engine."""
@@ -183,6 +173,7 @@ class Running:
                 self.process.kill()
                 self.process.wait()
         self._log.close()
+        self._claim.close()
 
     def __enter__(self) -> Self:
         return self

@@ -69,7 +69,7 @@ def test_similar_paths_are_not_public(locked: Running, path: str) -> None:
     import socket
 
     with socket.create_connection(("127.0.0.1", locked.port)) as sock:
-        sock.settimeout(5)
+        sock.settimeout(60)
         sock.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nx-forwarded-prefix: /v1\r\nconnection: close\r\n\r\n".encode())
         status = sock.recv(4096).split()[1]
     assert status in (b"401", b"400")

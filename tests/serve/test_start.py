@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.running import Running, free_port, wait_for
+from tests.serve.running import Running, wait_for
 
 
 def culet_serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -115,16 +115,15 @@ def test_an_engine_that_is_killed_while_it_starts(folder: Path) -> None:
         assert "perhaps because the machine ran out of memory" in log
 
 
-def test_errors_of_the_engine_are_reported_by_the_server(folder: Path) -> None:
-    done = culet_serve(str(folder), "--port", str(free_port()), "--max-model-len", "9999999", "--device", "cpu")
+def test_errors_of_the_engine_are_reported_by_the_server(folder: Path, port: int) -> None:
+    done = culet_serve(str(folder), "--port", str(port), "--max-model-len", "9999999", "--device", "cpu")
     assert done.returncode == 2
     assert "max-model-len: got 9999999" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_summary_and_endpoints(folder: Path) -> None:
+def test_summary_and_endpoints(folder: Path, port: int) -> None:
     """Run the command itself with a model. It logs its choices, and stops on Ctrl-C while idle."""
-    port = free_port()
     command = [sys.executable, "-m", "culet.cli.main", "serve", str(folder), "--port", str(port), "--device", "cpu"]
     settings = ["--served-model-name", "gemma,other", "--max-model-len", "512"]
     process = subprocess.Popen(

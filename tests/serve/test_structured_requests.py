@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import jsonschema
 import openai
 import pytest
 
-from tests.forking import runs_module
+from tests.forking import children
+from tests.serve.conftest import TINY
 from tests.serve.hardening.raw_http import chat_bytes, connect
 from tests.serve.running import Running, wait_for
 
@@ -216,32 +216,26 @@ def test_an_error_names_the_field_of_other_apis(tiny: Running, path: str, fields
 def compiling(server: Running) -> list[int]:
     """Return the processes that compile a grammar now. Each does so in a second thread, which ends with the grammar."""
     found = []
-    for listed in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
-        with suppress(OSError):  # a thread or a child has ended meanwhile
-            workers = [child for child in listed.read_text().split() if runs_module(child, "culet.structured.check_worker")]
-            found += [int(worker) for worker in workers if len(list(Path(f"/proc/{worker}/task").iterdir())) > 1]
+    for worker in children(server.process.pid, "culet.structured.check_worker"):
+        with suppress(OSError):  # it has ended meanwhile
+            found += [worker] if len(list(Path(f"/proc/{worker}/task").iterdir())) > 1 else []
     return found
 
 
 ENDLESS_FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": ENDLESS, "strict": True}}
 
 
-def test_a_schema_that_takes_minutes_to_compile(tiny: Running) -> None:
+def test_a_schema_that_takes_minutes_to_compile(folder: Path) -> None:
     """The requests with such a schema fail at the limit, and no process goes on with it."""
-    answers: list[httpx.Response] = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(tiny.chat(response_format=ENDLESS_FORM, max_tokens=5))) for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [answer.status_code for answer in answers] == [400, 400]
-    for answer in answers:
-        assert "too complex: compiling it took more than 5 s" in answer.json()["error"]["message"]
-    assert not compiling(tiny)
-    assert ask(tiny, response_format=FORMAT).finish_reason == "stop"
-    tiny.check_well()
+    with Running(folder, config=TINY) as server:
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda _: server.chat(response_format=ENDLESS_FORM, max_tokens=5), range(2)))
+        assert [answer.status_code for answer in answers] == [400, 400]
+        for answer in answers:
+            assert "too complex: compiling it took more than 5 s" in answer.json()["error"]["message"]
+        assert not compiling(server)
+        assert ask(server, response_format=FORMAT).finish_reason == "stop"
+        server.check_well()
 
 
 def test_others_are_served_while_a_schema_compiles(fake: Running) -> None:

@@ -31,7 +31,7 @@ from culet.serve.process.kv_events import (
 )
 from culet.types import Drawn, StepResult
 from tests.engine.scheduler.drive import make, make_request, try_add
-from tests.serve.running import free_port
+from tests.ports import Claim
 
 BLOCK = 8  # tokens
 
@@ -242,8 +242,8 @@ def test_events_travel_over_zmq_and_are_replayed(tmp_path: Path) -> None:
         context.destroy(linger=0)
 
 
-def test_the_replay_socket_listens_at_any_address(tmp_path: Path) -> None:
-    replay = f"tcp://127.0.0.1:{free_port()}"
+def test_the_replay_socket_listens_at_any_address(tmp_path: Path, port: int) -> None:
+    replay = f"tcp://127.0.0.1:{port}"
     config = KVEventsConfig(True, endpoint=f"ipc://{tmp_path}/events", replay_endpoint=replay)
     publisher = KVEventPublisher(config, block_tokens=2)
     context = zmq.Context()
@@ -251,7 +251,6 @@ def test_the_replay_socket_listens_at_any_address(tmp_path: Path) -> None:
         client = context.socket(zmq.DEALER)
         client.connect(replay)
         client.send_multipart((b"", (0).to_bytes(8, "big")))
-        assert client.poll(10_000)
         assert msgspec.msgpack.decode(received(client)[2])[1] == [{"type": "AllBlocksCleared"}]
     finally:
         publisher.close()
@@ -271,18 +270,19 @@ NEEDS_IPV6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6
 
 @pytest.mark.parametrize(("wildcard", "here"), [("*", "127.0.0.1"), pytest.param("[::]", "[::1]", marks=NEEDS_IPV6)])
 def test_the_second_engine_has_its_own_addresses_and_rank(wildcard: str, here: str) -> None:
-    port, replay = free_port(), free_port()
-    config = KVEventsConfig(True, endpoint=f"tcp://{wildcard}:{port - 1}", replay_endpoint=f"tcp://{here}:{replay - 1}")
+    claim = Claim(4)
+    port, replay = claim.port, claim.port + 2
+    config = KVEventsConfig(True, endpoint=f"tcp://{wildcard}:{port}", replay_endpoint=f"tcp://{here}:{replay}")
     publisher = KVEventPublisher(config, block_tokens=2, rank=1)
     context = zmq.Context()
     try:
         subscriber = context.socket(zmq.SUB)
         subscriber.setsockopt(zmq.SUBSCRIBE, b"")
         subscriber.setsockopt(zmq.IPV6, 1)
-        subscriber.connect(f"tcp://{here}:{port}")
+        subscriber.connect(f"tcp://{here}:{port + 1}")
         client = context.socket(zmq.DEALER)
         client.setsockopt(zmq.IPV6, 1)
-        client.connect(f"tcp://{here}:{replay}")
+        client.connect(f"tcp://{here}:{replay + 1}")
         client.send_multipart((b"", (0).to_bytes(8, "big")))
         for parts in received(subscriber), received(client):
             _, events, rank = msgspec.msgpack.decode(parts[2])
@@ -290,6 +290,7 @@ def test_the_second_engine_has_its_own_addresses_and_rank(wildcard: str, here: s
     finally:
         publisher.close()
         context.destroy(linger=0)
+        claim.close()
 
 
 class Follower:
@@ -298,6 +299,7 @@ class Follower:
     def __init__(self, context: zmq.Context[Any], endpoint: str, replay: str | None) -> None:
         self.subscriber, self.client = context.socket(zmq.SUB), context.socket(zmq.DEALER)
         self.subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        self._connected = self.subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.subscriber.connect(endpoint)
         self.has_replay = replay is not None
         if replay is not None:
@@ -305,6 +307,12 @@ class Follower:
         self.last = -1
         self.blocks: set[int] = set()
         self.num_missed = 0
+
+    def wait_connected(self) -> None:
+        """Wait until the connection to a publisher that has started is made again, and its subscription has arrived."""
+        assert self._connected.poll(60_000)
+        self._connected.recv_multipart()
+        time.sleep(0.5)  # nothing tells when the subscription arrives, which takes no time on an idle machine
 
     def follow(self, timeout_ms: int) -> bool:
         """Take the next message, after those that were missed. Return False if none comes in time."""
@@ -348,6 +356,7 @@ def test_a_restarted_engine_has_none_of_the_old_blocks(tmp_path: Path, has_repla
     follower = Follower(context, endpoint, replay if has_replay else None)
     publisher = KVEventPublisher(config, block_tokens=2)
     try:
+        follower.wait_connected()
         for number in range(10, 15):
             publisher.publish([other_point(number)])
         while hash_of(14) not in follower.blocks:
@@ -360,7 +369,7 @@ def test_a_restarted_engine_has_none_of_the_old_blocks(tmp_path: Path, has_repla
         if is_slow:
             time.sleep(_RECONNECT_S + 0.5)
             follower.subscriber.connect(endpoint)
-            time.sleep(0.5)
+        follower.wait_connected()
         publisher.publish([other_point(20)])
         while hash_of(20) not in follower.blocks:
             assert follower.follow(60_000)
@@ -379,6 +388,7 @@ def test_whoever_missed_the_first_events_too_is_told_to_forget(tmp_path: Path) -
     follower = Follower(context, endpoint, replay)
     publisher = KVEventPublisher(config, block_tokens=2)
     try:
+        follower.wait_connected()
         publisher.publish([other_point(10)])
         while hash_of(10) not in follower.blocks:
             assert follower.follow(60_000)
@@ -389,7 +399,7 @@ def test_whoever_missed_the_first_events_too_is_told_to_forget(tmp_path: Path) -
             publisher.publish([other_point(number)])
         time.sleep(_RECONNECT_S + 0.5)
         follower.subscriber.connect(endpoint)
-        time.sleep(0.5)
+        follower.wait_connected()
         publisher.publish([other_point(25)])
         assert follower.follow(60_000)
         assert follower.blocks == {hash_of(24), hash_of(25)}

@@ -15,14 +15,13 @@ from pathlib import Path
 import httpx
 
 from tests.serve.hardening.raw_http import chat_bytes, connect
-from tests.serve.running import _SERVE, Running, free_port, wait_for
+from tests.serve.running import _SERVE, Running, wait_for
 
 LONG_PATH = "/nowhere/" + "%E2%82%AC" * 250  # makes a line of 1.5 KB
 NUM_REQUESTS = 900  # far more than the pipe (64 KB) and the queue (1 MB) hold
 
 
-def test_a_stalled_reader_of_the_log(folder: Path, encode: Callable[[str], list[int]]) -> None:
-    port = free_port()
+def test_a_stalled_reader_of_the_log(folder: Path, encode: Callable[[str], list[int]], port: int) -> None:
     settings = {"port": port, "served_model_name": "gemma"}
     given = {"config": {"model": str(folder)}, "settings": settings, "script": {"answers": [encode("Hi.<turn|>")]}}
     reader, writer = os.pipe()
@@ -69,8 +68,7 @@ def test_a_stalled_reader_of_the_log(folder: Path, encode: Callable[[str], list[
         http.close()
 
 
-def test_a_server_ends_although_nobody_reads_its_log(folder: Path, encode: Callable[[str], list[int]]) -> None:
-    port = free_port()
+def test_a_server_ends_although_nobody_reads_its_log(folder: Path, encode: Callable[[str], list[int]], port: int) -> None:
     settings = {"port": port, "served_model_name": "gemma"}
     given = {"config": {"model": str(folder)}, "settings": settings, "script": {"answers": [encode("Hi.<turn|>")]}}
     process = subprocess.Popen([sys.executable, "-c", _SERVE, json.dumps(given)], stderr=subprocess.PIPE)

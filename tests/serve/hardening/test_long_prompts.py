@@ -8,12 +8,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.forking import runs_module
+from tests.forking import children
 from tests.serve.running import PATIENCE, Running, wait_for
 
 NUM_ATTACKERS = 12
@@ -46,10 +45,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def template_processes(server: Running) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{server.process.pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return [child for child in found if runs_module(child, "culet.text.template_worker")]
+    return children(server.process.pid, "culet.text.template_worker")
 
 
 def metric(server: Running, name: str) -> float:

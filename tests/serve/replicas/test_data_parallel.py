@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from tests.serve.replicas.conversations import hit_share, talk
-from tests.serve.running import Running, free_port, wait_for
+from tests.serve.running import Running, wait_for
 
 CONFIG = {"device": "cpu", "max_model_len": 2048, "max_num_seqs": 64, "max_queue_len": 64}
 
@@ -149,14 +149,14 @@ def test_an_engine_that_hangs_gets_no_new_requests(scripted: Callable[..., Runni
     """The watchdog waits for minutes. Until then, another engine answers, even if it has more to do."""
     body: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 10, "ignore_eos": True}
     with scripted(step_s=0.02, settings={"data_parallel_size": 2}) as server, ThreadPoolExecutor(3) as pool:
-        long = [pool.submit(server.http.post, "/v1/completions", json={**body, "max_tokens": 600}) for _ in range(3)]
+        long = [pool.submit(server.http.post, "/v1/completions", json={**body, "max_tokens": 800}) for _ in range(3)]
         wait_for(lambda: server.stats()["requests"]["in_flight"] == 3, what="the requests")
         loads = [engine["in_flight"] for engine in server.stats()["engines"]]
         rank = loads.index(1)
         process_id = server.engine_ids()[rank]
         os.kill(process_id, signal.SIGSTOP)
         try:
-            time.sleep(7)
+            time.sleep(10)  # it counts as silent after 5 s, and a busy server notices it late
             assert server.http.post("/v1/completions", json=body, timeout=60).status_code == 200
             assert server.stats()["engines"][rank]["in_flight"] == 1
         finally:
@@ -226,9 +226,8 @@ def test_the_load_of_an_engine_that_is_restarted(scripted: Callable[..., Running
         wait_for(lambda: len(loads()) == 1, what="the engine to be given up")
 
 
-def test_subscribers_learn_that_an_engine_died(folder: Path) -> None:
+def test_subscribers_learn_that_an_engine_died(folder: Path, port: int) -> None:
     """Kill an engine that has published blocks. A subscriber that stays hears that they are gone, with higher numbers."""
-    port = free_port()
     events = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}"}
     context = zmq.Context()
     subscriber = context.socket(zmq.SUB)

@@ -24,8 +24,9 @@ from openai import OpenAI
 
 from culet.errors import ConfigError
 from culet.testing.tiny import write_checkpoint
+from tests.ports import Claim
 from tests.serve.replicas.conversations import hit_share, talk
-from tests.serve.running import Running, free_port, wait_for
+from tests.serve.running import Running, wait_for
 from tests.serve.test_media import ask, image
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
@@ -50,15 +51,16 @@ class Cluster:
     """A running cluster with Culet on it."""
 
     def __init__(self, folder: str) -> None:
-        head_port = free_port()
+        self._claim = Claim(7)
+        head_port, client_port, self.metrics_port, *agent_ports, self.port = range(self._claim.port, self._claim.port + 7)
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", str(head_port)]
         command += ["--num-cpus", "2", "--object-store-memory", str(80 << 20), "--temp-dir", folder]
-        command += ["--include-dashboard", "false", "--disable-usage-stats"]
+        command += ["--include-dashboard", "false", "--disable-usage-stats", "--ray-client-server-port", str(client_port)]
         # Ray gives up if its agents take more than 15 s to choose their ports, so they get them here.
-        self.metrics_port = free_port()
         command += ["--metrics-export-port", str(self.metrics_port)]
-        for agent in ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent"):
-            command += [f"--{agent}-port", str(free_port())]
+        agents = ("dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent")
+        for agent, port in zip(agents, agent_ports, strict=True):
+            command += [f"--{agent}-port", str(port)]
         self._command = command
         self._head = self._start()
         os.environ["RAY_AUTH_MODE"] = SETTINGS["RAY_AUTH_MODE"]
@@ -80,7 +82,6 @@ class Cluster:
             return True
 
         wait_for(connect, 60, "the cluster")
-        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         serve.start(http_options={"host": "127.0.0.1", "port": self.port})
         self.http = httpx.Client(base_url=self.url, timeout=300)
@@ -109,6 +110,7 @@ class Cluster:
         ray.shutdown()
         self._head.terminate()
         self._head.wait()
+        self._claim.close()
 
 
 def replica_processes() -> dict[int, Any]:

@@ -13,8 +13,9 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from tests.ports import Claim
 from tests.serve.replicas.conversations import hit_share, talk
-from tests.serve.running import Running, free_port, wait_for
+from tests.serve.running import Running, wait_for
 
 CONFIG = {"device": "cpu", "max_model_len": 2048, "max_num_seqs": 64}
 
@@ -25,9 +26,9 @@ def router(folder: Path) -> Iterator[tuple[str, list[Running]]]:
     pytest.importorskip("sglang_router")
     with ExitStack() as stack:
         servers = [stack.enter_context(Running(folder, config=CONFIG)) for _ in range(2)]
-        port = free_port()
+        port = stack.enter_context(Claim(2)).port
         command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--policy", "cache_aware", "--prometheus-port", str(free_port())]
+        command += ["--policy", "cache_aware", "--prometheus-port", str(port + 1)]
         command += ["--worker-urls", *(server.url for server in servers)]
         log = stack.enter_context(tempfile.TemporaryFile("w+"))
         process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -65,7 +65,7 @@ def talk(replies: Replies, use: Callable[[str], Awaitable[None]]) -> None:
         async with server:
             await use(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/base")
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -74,7 +74,7 @@ def test_events_are_found_however_the_bytes_arrive(name: str, size: int) -> None
     replies = Replies([STREAMS[name]] * 2, size)
 
     async def use(url: str) -> None:
-        client = EventClient(url, {"authorization": "Bearer key"}, 20.0)
+        client = EventClient(url, {"authorization": "Bearer key"}, 60.0)
         for _ in range(2):
             events: list[bytes] = []
             assert await client.post(client.prepare("/v1/x", {"n": 1}), events.append) == (200, b"")
@@ -92,7 +92,7 @@ def test_a_body_may_end_with_the_connection() -> None:
     replies = Replies([HEAD + b"\r\n" + EVENTS] * 2, closes=True)
 
     async def use(url: str) -> None:
-        client = EventClient(url, {}, 20.0)
+        client = EventClient(url, {}, 60.0)
         for _ in range(2):
             events: list[bytes] = []
             assert (await client.post(client.prepare("/", {}), events.append))[0] == 200
@@ -110,7 +110,7 @@ def test_the_body_of_an_error_is_returned() -> None:
     )
 
     async def use(url: str) -> None:
-        client = EventClient(url, {}, 20.0)
+        client = EventClient(url, {}, 60.0)
         assert await client.post(client.prepare("/", {}), lambda data: None) == (429, b"slow")
         assert await client.post(client.prepare("/", {}), lambda data: None) == (500, b"oh")
         client.close()
@@ -129,7 +129,7 @@ def test_the_body_of_an_error_is_returned() -> None:
 )
 def test_a_broken_reply_is_an_error(reply: bytes, words: str) -> None:
     async def use(url: str) -> None:
-        client = Client(Load(url, "m", timeout_s=20.0))
+        client = Client(Load(url, "m", timeout_s=60.0))
         answer = await client.ask(Prompt([1, 2], 2, 4), "m")
         assert words in answer.error
         await client.close()
@@ -145,7 +145,7 @@ def test_events_become_an_answer() -> None:
     ]
 
     async def use(url: str) -> None:
-        client = Client(Load(url, "m", timeout_s=20.0))
+        client = Client(Load(url, "m", timeout_s=60.0))
         good, bad, empty = [await client.ask(Prompt([1, 2], 2, 4), "m") for _ in replies]
         assert (good.error, good.input_len, good.output_len, len(good.token_times)) == ("", 7, 3, 2)
         assert 0 < good.ttft_s <= good.latency_s
@@ -156,7 +156,7 @@ def test_events_become_an_answer() -> None:
     talk(Replies(replies), use)
 
 
-def test_no_server_and_no_answer() -> None:
+def test_no_server_and_no_answer(port: int) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -168,11 +168,11 @@ def test_no_server_and_no_answer() -> None:
             client = Client(Load(url, "m", timeout_s=0.2))
             assert "TimeoutError" in (await client.ask(Prompt([1], 1, 1), "m")).error
             await client.close()
-        client = Client(Load(url, "m"))
+        client = Client(Load(f"http://127.0.0.1:{port}", "m"))
         assert "Connect" in (await client.ask(Prompt([1], 1, 1), "m")).error
         await client.close()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_an_address_without_a_scheme_is_refused() -> None:

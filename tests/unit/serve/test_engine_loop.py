@@ -60,7 +60,7 @@ class OtherEnd:
 
     def __init__(self, engine: FakeEngine, **options: Any) -> None:
         self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(10)
+        self._socket.settimeout(60)
         self._frames = FrameReader(report_decoder)
         self._reports: list[Report] = []
         self.code: int | None = None

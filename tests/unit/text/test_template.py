@@ -434,12 +434,12 @@ def test_process_ends_with_its_template():
 
 
 def test_several_threads_share_a_template():
-    template = own("{{ messages[0].content }}")
+    template, before = own("{{ messages[0].content }}"), {*threading.enumerate()}
     with ThreadPoolExecutor(8) as pool:
         texts = [f"message {index} " + "x" * (index * 5000) for index in range(32)]
         rendered = list(pool.map(lambda text: template.render([{"role": "user", "content": text}]), texts))
     assert rendered == texts
-    assert threading.active_count() < 50
+    assert {*threading.enumerate()} <= before
 
 
 def test_long_conversations_stay_within_the_time_limit(small):
@@ -451,7 +451,7 @@ def test_no_process_without_a_message():
     before = len(os.listdir("/proc/self/fd"))
     template = built_in(True)
     assert not template._idle
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # garbage of earlier tests may have been closed
 
 
 # Templates of real checkpoints

@@ -12,6 +12,7 @@ from culet.errors import ConfigError
 from culet.limits import Limits
 from culet.serve.engines.group import Engines
 from culet.serve.process.kv_events import check_kv_events
+from tests.ports import Claim
 
 EVENTS = '"enable_kv_cache_events": true'
 
@@ -47,9 +48,15 @@ def test_a_port_in_use(name: str, used_port: int) -> None:
     assert caught.value.hint.startswith("choose another port")
 
 
-def test_the_port_of_the_second_engine(used_port: int) -> None:
-    with pytest.raises(ConfigError, match=f"cannot use 'tcp://.*:{used_port}': Address already in use\n"):
-        make_engines(f'"endpoint": "tcp://0.0.0.0:{used_port - 1}"', num_engines=2)
+def test_the_port_of_the_second_engine() -> None:
+    with Claim(2) as claim:
+        endpoint = f'"endpoint": "tcp://0.0.0.0:{claim.port}"'
+        make_engines(endpoint, num_engines=2)
+        with (
+            socket.create_server(("0.0.0.0", claim.port + 1)),
+            pytest.raises(ConfigError, match=f"cannot use 'tcp://.*:{claim.port + 1}': Address already in use\n"),
+        ):
+            make_engines(endpoint, num_engines=2)
 
 
 @pytest.mark.parametrize(
