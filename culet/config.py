@@ -54,7 +54,7 @@ class ModelConfig:
     )
     head_quantization: str = option(
         "auto",
-        "Precision to which the embedding table, which is also the head, is quantised while loading; answers change a little.",
+        "Precision to which the embedding table (also the head) is quantised while loading; this changes answers a little.",
         choices=("auto", "fp8", "int4"),
     )
     max_model_len: int | None = option(None, "Maximum length of prompt plus output, in tokens (default: the model's limit).")
@@ -71,7 +71,8 @@ class ModelConfig:
     )
     allow_control_tokens: bool = option(
         False,
-        "Treat control tokens such as <|turn> in messages and tools as such, not as plain text; they can then forge turns.",
+        "Treat control tokens such as <|turn> in messages and tools as control tokens, not as plain text, so that messages can "
+        "forge turns.",
         flag="--allow-control-tokens/--no-allow-control-tokens",
     )
     enforce_eager: bool = option(
@@ -101,8 +102,8 @@ class CacheConfig:
     )
     swap_space: float = option(
         8.0,
-        "Size of host memory per engine, in GiB, in which preempted sequences keep their KV cache; without room there, it is "
-        "computed again. At most a quarter of the free memory is taken; 0 turns it off.",
+        "Host memory per engine for the KV cache of preempted sequences, in GiB. If it is full, their KV is computed again. At "
+        "most a quarter of the free memory is used; 0 turns this off.",
     )
 
     def __post_init__(self) -> None:
@@ -135,7 +136,7 @@ class ScheduleConfig:
     max_step_ms: int = option(
         100,
         "Target maximum time for a step that contains part of a prompt while answers are running; 0 for no limit, as in LLM. "
-        "Chunks are cut to measured times, and they are as long as --max-num-batched-tokens while no answer is running.",
+        "Chunks are sized by measured times. While no answer is running, they have up to --max-num-batched-tokens tokens.",
     )
 
     def __post_init__(self) -> None:
@@ -276,7 +277,7 @@ class MediaConfig:
     )
     image_mask: str = option(
         "trained",
-        "What an image's tokens attend to on 12B: as (most likely) in training, or as in transformers.",
+        "Which tokens an image's tokens see on 12B: those of training (most likely), or those of transformers.",
         choices=("trained", "transformers"),
     )
 
@@ -358,12 +359,13 @@ class ServeConfig:
     )
     unmarked_tool_calls: bool = option(
         False,
-        "Accept call:NAME{...} of a declared tool without the tokens around it; off, because quoted calls become calls, too.",
+        "Accept call:NAME{...} of a declared tool even without the tokens around it; off by default, because a quoted call "
+        "would count as a call, too.",
         flag="--unmarked-tool-calls/--no-unmarked-tool-calls",
     )
     repeat_tool_call_ids: bool = option(
         False,
-        "Repeat a tool call's id and name in each streamed part of it; off by default, because some clients append them.",
+        "Repeat a tool call's id and name in each streamed part of it; off by default, because some clients join the parts.",
         flag="--repeat-tool-call-ids/--no-repeat-tool-call-ids",
     )
     clamp_max_tokens: bool = option(

@@ -79,7 +79,7 @@ def read_media_limits(text: str) -> dict[str, int]:
         if kind not in MEDIA_KINDS:
             raise ConfigError(f"{name}: unknown kind {kind!r}", hint=f"known kinds: {', '.join(MEDIA_KINDS)}")
         if isinstance(most, bool) or not isinstance(most, int) or most < 0:
-            raise ConfigError(f"{name}: {kind}: got {most!r}, expected a whole number of 0 or more", hint=_MEDIA_HINT)
+            raise ConfigError(f"{name}: {kind}: got {most!r}, expected a whole number, 0 or more", hint=_MEDIA_HINT)
     return values
 
 

@@ -340,8 +340,8 @@ class PageTable:
 class Leg(NamedTuple):
     """The layers that run for a row, in fractions of all layers: from `begin / of` to `end / of`.
 
-    A chunk may go through the layers in several legs, one per step. All but the first go on with the hidden states that the
-    one before left, and only the last has logits.
+    A chunk may go through the layers in several legs, one per step. All but the first start from the hidden states that
+    the one before left, and only the last has logits.
     """
 
     begin: int = 0
@@ -388,7 +388,7 @@ class Row(NamedTuple):
     num_open: int = 0  # drafts of the previous row whose acceptance is not known yet
     is_bound: bool = False  # its draws may need masks, and the results before it are known
     min_accepted: int = 0  # make no proposals if fewer of its drafts are accepted
-    leg: Leg = WHOLE  # which layers run for it. A step has at most one row for which not all run.
+    leg: Leg = WHOLE  # which layers run for it. A step has at most one row that skips any.
 
     def close(self, num_accepted: int) -> Row:
         """Return the row after `num_accepted` of its open drafts were accepted."""

@@ -37,9 +37,10 @@ def settings() -> str:
             flag = setting.metadata["flag"] or "--" + setting.name.replace("_", "-")
             choices = setting.metadata["choices"]
             doc = setting.metadata["doc"] + (f" One of: {', '.join(choices)}." if choices else "")
+            cell_text = doc.replace("|", "\\|")  # a plain pipe would end the cell
             default = "" if setting.default in (None, "") else f"`{setting.default}`"
             default += "; " * bool(setting.metadata["elsewhere"]) + setting.metadata["elsewhere"]
-            lines.append(f"| `{setting.name}` | `{flag}` | {default} | {doc} |")
+            lines.append(f"| `{setting.name}` | `{flag}` | {default} | {cell_text} |")
         lines.append("")
     return "\n".join(lines)
 

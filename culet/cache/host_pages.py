@@ -26,7 +26,7 @@ class HostPages:
         return len(self._free)
 
     def grow(self, num_pages: int) -> None:
-        """Note that there are `num_pages` pages by now. Their memory is allocated while the engine already runs."""
+        """Note that `num_pages` pages are allocated so far. More may follow while the engine runs."""
         if num_pages > self.num_pages:
             self._free[:0] = range(num_pages - 1, self.num_pages - 1, -1)
             self.num_pages = num_pages
@@ -47,7 +47,7 @@ class HostPages:
             self._loads[page] = host_page
 
     def give_back(self, host_pages: Sequence[int]) -> None:
-        """Release host pages. Those that the next plan loads are free after it. Others need not be saved any more."""
+        """Release host pages. Those that the next plan loads become free after it. The others no longer need to be saved."""
         loading = set(self._loads.values())
         for host_page in host_pages:
             assert host_page in self._held, f"host page {host_page} was given back, but no sequence holds it"

@@ -79,8 +79,8 @@ class Pool:
 class HostPool:
     """Host pages, which hold the slabs of sequences that are parked.
 
-    A GPU copies from and to pinned memory, which takes seconds to allocate. So a thread allocates it in parts, while the
-    engine starts and already runs. On a CPU, the system provides memory when it is first written to.
+    A GPU copies from and to pinned memory, which takes seconds to allocate. So a thread allocates it in parts, in the
+    background. On a CPU, the system provides memory when it is first written to.
     """
 
     def __init__(self, slab_bytes: int, num_pages: int, device: torch.device) -> None:
@@ -98,7 +98,7 @@ class HostPool:
 
     @property
     def num_pages(self) -> int:
-        """The number of pages that are there by now."""
+        """The number of pages that are allocated so far."""
         return min(len(self._parts) * self._pages_per_part, self._wanted)
 
     def slab(self, host_page: int) -> Tensor:
@@ -119,6 +119,6 @@ class HostPool:
                 while self.num_pages < self._wanted and not self._closed.is_set():
                     count = min(self._pages_per_part, self._wanted - self.num_pages)
                     self._parts.append(torch.empty(count, self._slab_bytes, dtype=torch.uint8, pin_memory=is_pinned))
-        except RuntimeError as error:  # the system refuses more. Sequences without room are computed again.
+        except RuntimeError as error:  # the system refuses more. Sequences that find no room are computed again.
             gib = self.num_pages * self._slab_bytes / (1 << 30)
             logger.warning("swap-space: only %.1f GiB could be allocated: %s", gib, error)

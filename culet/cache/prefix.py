@@ -130,7 +130,7 @@ class PrefixCache:
             self._remove(self._next_to_go())
 
     def _next_to_go(self) -> ResumePoint:
-        """Return the least recently used point whose pages no sequence and no point that was used later holds."""
+        """Return the least recently used point whose pages are not held by any sequence or by any point used later."""
         self._uncover_bare()
         while self._by_use:
             point = next(iter(self._by_use))

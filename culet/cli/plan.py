@@ -61,7 +61,7 @@ _DTYPE = click.Choice(("auto", "bfloat16", "float32"))
 @click.option(
     "--head-quantization",
     type=click.Choice(("auto", *ROUNDINGS)),
-    help="Precision to which the embedding table, which is also the head, is quantised. [default: auto]",
+    help="Precision to which the embedding table (also the head) is quantised. [default: auto]",
 )
 @click.option(
     "--kv-cache-dtype",
@@ -94,7 +94,7 @@ _DTYPE = click.Choice(("auto", "bfloat16", "float32"))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--svg", type=click.Path(dir_okay=False), metavar="FILE", help="Also draw the plan and write it to FILE as SVG.")
 def plan(model: str, gpu: str, seq_lens: tuple[int, ...], as_json: bool, svg: str | None, **options: Any) -> None:
-    """Show which attention backends a model would use, and how much fits into memory.
+    """Show how much of a model fits on a GPU, and how it would run.
 
     \b
     Examples:
@@ -345,6 +345,7 @@ def _tower_notes(facts: Facts) -> list[str]:
         without = fit_of(replace(facts, config=config), False, facts.latent)
         gained = (without["cache_bytes"] - with_all["cache_bytes"]) / GB
         more = without["sequences"][str(length)] - with_all["sequences"][str(length)]
-        notes.append(f"Without the {name} tower: {gained:.2f} GB more KV cache, {more:,} more sequences of {length:,} tokens")
+        room = f"{more:,} more sequence{'' if more == 1 else 's'} of {length:,} tokens"
+        notes.append(f"Without the {name} tower: {gained:.2f} GB more KV cache, {room}")
         notes.append(f"  (--limit-mm-per-prompt '{setting}').")
     return notes

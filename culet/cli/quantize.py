@@ -16,7 +16,7 @@ from culet.layers.weight.quantised.scheme import ROUNDINGS
 @click.option("--revision", help="Branch, tag or commit of a model on the Hub.")
 @click.option("--device", default="auto", show_default=True, help="Device that rounds the weights: auto, cpu, cuda or cuda:N.")
 def quantize(model: str, out: str, precision: str, revision: str | None, device: str) -> None:
-    """Write a copy of MODEL with matrices in fp8 or int4 to the new folder OUT.
+    """Write a copy of MODEL in fp8 or int4 to the new folder OUT.
 
     \b
     Examples:
@@ -25,11 +25,11 @@ def quantize(model: str, out: str, precision: str, revision: str | None, device:
       culet quantize built-in ./small-int4 --format int4
 
     The copy is in the compressed-tensors format, which vLLM and transformers also read. The experts of the 26B-A4B are written
-    one by one. transformers must be told how to join them, as docs/guides/quantised-weights.md shows. Otherwise it starts with
-    random ones, without an error.
+    one by one. Before transformers reads them, a program must register how to join them, as docs/guides/quantised-weights.md
+    shows. Otherwise transformers starts with random experts and reports no error.
 
-    Weights are rounded to nearest: fp8 with a scale per row, int4 with a scale per 32 values. Google's int4 files, from
-    quantisation-aware training, are better.
+    Only matrices are quantised. They are rounded to nearest: fp8 with a scale per row, int4 with a scale per 32 values.
+    Google's int4 files, from quantisation-aware training, are better.
     """
     from culet.engine.resolve import resolve_device
     from culet.models.checkpoint import open_checkpoint

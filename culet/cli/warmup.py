@@ -14,9 +14,10 @@ from culet.errors import UnsupportedError
 @click.argument("source", metavar="[MODEL]", required=False)
 @config_options
 def warmup(source: str | None, **options: Any) -> None:
-    """Compile all kernels of a model for this GPU and store them under CULET_CACHE_DIR.
+    """Compile all kernels of a model for this GPU, and store them.
 
-    Kernels depend on the model's shape, --max-num-seqs and --max-num-batched-tokens: use the values that you will serve with.
+    They are stored under CULET_CACHE_DIR. Kernels depend on the model's shape, --max-num-seqs and --max-num-batched-tokens:
+    use the values that you will serve with.
 
     \b
     Examples:

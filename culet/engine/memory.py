@@ -16,7 +16,7 @@ from culet.scheduler.admission import least_pages
 from culet.scheduler.group_pages import max_held_pages
 
 CPU_SEQUENCE_LEN = 2048  # tokens per running sequence that the CPU cache is sized for
-CPU_MEMORY_SHARE = 4  # the CPU cache takes at most one part in 4 of the free memory, and so do host pages
+CPU_MEMORY_SHARE = 4  # the cache of a CPU takes at most one part in 4 of the free memory, and host pages do too
 _ALLOCATOR_SLACK = 1.05  # measured peaks are multiplied by this, because the caching allocator rounds up
 MIB = 1 << 20
 GIB = 1 << 30

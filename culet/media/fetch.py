@@ -134,7 +134,7 @@ def check_url(url: str, rules: FetchRules, name: str) -> tuple[str, int, SplitRe
         hint = "send the file itself as a data: URL, such as data:image/png;base64,DATA"
         raise BadRequest(f"{name}: got {got}, expected a data: or https URL", hint=hint)
     if _PLAIN_URL.fullmatch(url) is None:
-        raise BadRequest(f"{name}: got a URL with unusual characters or of more than 4096")
+        raise BadRequest(f"{name}: got a URL with unusual characters, or with more than 4096 of them")
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").rstrip("."), parts.port or _PORT

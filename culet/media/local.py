@@ -177,7 +177,7 @@ def _stack_frames(values: Sequence[Any], name: str) -> Any:
             raise BadRequest(f"{at}: got an array {list(pixels.shape)}, expected a frame [height, width, 3]")
         if frames and pixels.shape != frames[0].shape:
             got, first = (f"{shape[1]} x {shape[0]}" for shape in (pixels.shape, frames[0].shape))
-            raise BadRequest(f"{at}: got a frame of {got} pixels, expected {first} as the first has")
+            raise BadRequest(f"{at}: got a frame of {got} pixels, expected {first}, like the first frame")
         frames.append(pixels)
     if not frames:
         raise BadRequest(f"{name}: got no frames, expected a video")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-EVERY = 8  # on a GPU, one in this many spans of a name is timed for all of them, because events take the host's time
+EVERY = 8  # on a GPU, only one in this many spans of a name is timed and counts for all, because events cost host time
 
 
 class DeviceClock:

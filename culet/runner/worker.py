@@ -4,7 +4,7 @@ one in each of several processes, the ranks of a model.
 The engine uses only this interface once everything is built.
 
 A ProcessWorker and its processes (`worker_process.py`) exchange msgpack messages over socket pairs. Each message is prefixed by
-its length. A process is told the name of the function that builds its Runner. Each plan is encoded once and sent to every
+its length. A process receives the name of the function that builds its Runner. Each plan is encoded once and sent to every
 process. Results come back in the order of the plans, and a plan may be sent before the result of the previous one has arrived.
 
 Ranks live and die together. If one dies, hangs, or fails in a step, the others wait for it in a reduction, so all are ended.

@@ -35,7 +35,7 @@ MIN_REST, MAX_REST = 8, 256  # steps before a try
 
 
 class DraftLengths(Protocol):
-    """Decides how many drafts to propose. It is told which drafts were accepted and how long steps took."""
+    """Decides how many drafts to propose. It learns which drafts were accepted and how long steps took."""
 
     def plan(self, batch: Sequence[Acceptance]) -> None:
         """Choose the drafts of all sequences that decode in the next step."""

@@ -20,12 +20,12 @@ BY_ORDER = attrgetter("order")
 BY_OLDER = attrgetter("request.priority", "num_older", "order")  # after `count_older`
 SLICE_FACTOR = 4  # a time slice has this many times the work of computing its sequence again,
 LEAST_STEPS = 4  # which counts as at least this many steps
-# Once a sequence is back, none makes way for this many times the work that it took to come back, divided by the number of
+# After a sequence has come back, nobody makes way for this many times the work that its return took, divided by the number of
 # running sequences. So at most a twentieth of the tokens that these could draw is lost while one is computed again.
 REST_FACTOR = 20
 NEW_SLICES = 4  # a new sequence takes part after it has waited for as long as this many slices,
 FEW_NEW = 8  # if at least this many sequences are running for each new one
-AGAIN_STEPS, AGAIN_TOKENS = 64, 32  # a sequence is computed again in up to so many steps, but not in pieces of fewer tokens
+AGAIN_STEPS, AGAIN_TOKENS = 64, 32  # most steps in which a sequence is computed again, and fewest tokens of a piece
 
 
 class _Tenant:
@@ -197,9 +197,9 @@ class TimeSlices:
     ) -> Iterator[Sequence]:
         """Yield the running sequences that make way for others. The caller preempts each at once.
 
-        They make way for the next one in the queue if they are those of a tenant that runs too many
-        (`FairQueue.next_and_last`), or else if their time slice is over. They also make way if others need more pages, so that
-        one that has come back does not lose its pages at once. `num_missing` returns how many pages a sequence lacks to start
+        They make way for the next one in the queue if their tenant runs too many (`FairQueue.next_and_last`), or else if their
+        time slice is over. They also make way if others need more pages, so that one that has come back does not lose its pages
+        at once. `num_missing` returns how many pages a sequence lacks to start
         when some others have left, and `num_lacking` how many the running ones lack for their next tokens.
         """
         while (pair := queue.next_and_last(running)) is not None:

@@ -67,7 +67,7 @@ class StepTimer:
         self._last_end = 0.0  # when that result came
 
     def ended(self, step: PlannedStep, result: StepResult, budget: StepBudget, policy: DraftLengths | None) -> None:
-        """Learn from a step that has ended. The policy is told if it decodes with as many drafts as the step before."""
+        """Learn from a step that has ended. The policy learns from it too if it has as many drafts as the step before."""
         now, last = self._clock(), self._last_shape
         if step.is_timed:
             chunk_tokens = step.chunk_tokens if budget.decode_factor else 0

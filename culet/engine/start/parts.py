@@ -40,7 +40,7 @@ from culet.text.tokenizer import Tokenizer
 from culet.types import Request, SamplingParams
 
 CPU_MAX_NEW_GRAMMARS = 8
-LEG_S = 0.012  # running answers wait noticeably for a step that is longer than others by this
+LEG_S = 0.012  # a step that is longer than others by this makes running answers wait noticeably
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ def _make_scheduler(setup: Setup, built: BuiltWorker) -> Scheduler:
 def leg_tokens(setup: Setup) -> int:
     """Return the most tokens of a chunk with an image that runs in one step, or 0 if all do.
 
-    Their products alone take `LEG_S`. With shared KV, per-layer embeddings or a drafter, the stream after some of the layers
-    is not all that the others need. Several ranks and CPUs were not measured.
+    Their products alone take `LEG_S`. With shared KV, per-layer embeddings or a drafter, later
+    layers need more than the stream that earlier ones leave. Several ranks and CPUs were not measured.
     """
     spec = setup.spec
     is_simple = setup.rank.size == 1 and setup.draft_plan is None and not spec.ple_dim and all(s.owns_kv for s in spec.layers)

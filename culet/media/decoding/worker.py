@@ -81,7 +81,7 @@ def _facts(question: Question, array: Array, data: bytes) -> ItemFacts:
 
 
 def answer_safely(question: Question, data: bytes, limits: MediaLimits) -> tuple[Answer, list[bytes]]:
-    """Answer a question. What goes wrong is told in Culet's words, because a decoder's may reveal memory or paths."""
+    """Answer a question. Errors are in Culet's words, because a decoder's may reveal memory or paths."""
     kind = question.kind.value
     try:
         return decode(question, data, limits)

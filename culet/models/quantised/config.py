@@ -61,7 +61,7 @@ class Quantisation:
             return self._by_name.get(module)
         if self.method == MOBILE:
             return Scheme(kind_of("int", 8 if self.bits_for(module) == 8 else 4))
-        # As in compressed-tensors, the most exact match counts, and the first of equal ones.
+        # As in compressed-tensors, the most specific match counts, and the first of equal ones.
         best = max(self.groups, key=lambda group: group.match(module), default=None)
         return None if best is None or not best.match(module) else best.scheme
 

@@ -33,7 +33,7 @@ def already_quantised(precision: str, name: object) -> ConfigError:
 
 
 def check_head(spec: ModelSpec, config: Mapping[str, Any], precision: str, name: str) -> None:
-    """Raise if the head cannot be rounded, as far as the checkpoint's config tells. The loader asks the stored tensors."""
+    """Raise if the head cannot be rounded, as far as the config says. The loader checks the stored tensors."""
     rounding, quantisation = head_rounding(spec, precision), read_quantisation(config)
     if rounding is not None and quantisation is not None and quantisation.scheme_of(stored_name(config, rounding.name)):
         raise already_quantised(precision, name)

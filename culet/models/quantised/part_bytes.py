@@ -126,7 +126,7 @@ def _scheme(config: Mapping[str, Any], linear: Linear, quantisation: Quantisatio
 def check_columns(spec: ModelSpec, config: Mapping[str, Any]) -> None:
     """Raise what the loader raises for a quantised checkpoint whose groups or blocks do not divide the model's matrices.
 
-    The loader asks the stored tensors instead, because a module may be plain although the config says otherwise.
+    The loader checks the stored tensors instead, because a module may be plain although the config says otherwise.
     """
     quantisation = read_quantisation(config)
     for linear in linears(spec):

@@ -1,6 +1,6 @@
 """Write a quantised copy of a plain checkpoint, in the form of compressed-tensors.
 
-vLLM reads it too. So does transformers, but it must be told how to join experts (docs/guides/quantised-weights.md).
+vLLM reads it too. So does transformers, but a program must register how to join experts (docs/guides/quantised-weights.md).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _write_all(
     if any(_EXPERTS.fullmatch(tensor.name) and tensor.name not in plain for tensor in tensors):
         logger.warning(
             "experts are written one by one, as vLLM reads them; transformers starts with random ones, without an error, "
-            "unless it is told how to join them: see docs/guides/quantised-weights.md"
+            "unless a program registers how to join them: see docs/guides/quantised-weights.md"
         )
     for file in sorted(checkpoint.folder.iterdir()):
         if file.suffix in _COPIED and file.name not in (CONFIG_FILE, INDEX_FILE):

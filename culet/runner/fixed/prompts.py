@@ -191,7 +191,7 @@ class PaddedPieces(Pieces):
             padded = tuple([tensor.new_empty(self.size, *tensor.shape[1:]) for tensor in results])
         for tensor_U, tensor_T in zip(padded, results, strict=True):
             tensor_U[:count].copy_(tensor_T)
-            tensor_U[count:].zero_()  # not what other pieces have left there, which may be no numbers
+            tensor_U[count:].zero_()  # not what other pieces have left there, which may be NaN
         return padded
 
     def pad(self, tensor_T: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Run a step in which only some of the layers run for one chunk, and all layers for the other rows (decision 26).
 
-So the layers run in up to three spans: those before the chunk's leg for the others, those of the leg for all rows, and those
-after it for the others again. The hidden states that a leg leaves are kept. In the step of the next leg they join those of the
-other rows.
+Such a step runs the layers in up to three spans: those before the chunk's leg for the other rows, those of the leg for all
+rows, and those after it for the other rows again. The chunk's hidden states are kept after a leg. In the step of the next leg,
+they join those of the other rows.
 
 Shapes: T tokens of a batch · D model.
 """

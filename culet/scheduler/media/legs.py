@@ -74,7 +74,7 @@ class Legs:
         return chunks[0] if has_image else None
 
     def _run(self, plan: PlannedRow, leg: Leg) -> None:
-        """Turn a row into a leg. Unless it is the last one, put its sequence back to where it was, apart from its pages."""
+        """Turn a row into a leg. Unless it is the last one, undo the progress of its sequence, but let it keep its pages."""
         seq, row = plan.owner, plan.row._replace(leg=leg)
         plan.row = row
         if leg.is_last:

@@ -63,7 +63,7 @@ _WARM_UP_TOKENS = 4
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _START_FAKE = "culet.testing.fake_engine:start_fake"
 
-Follower = Callable[[list[PrefixChange]], None]  # is told what the prefix cache gains and loses
+Follower = Callable[[list[PrefixChange]], None]  # receives what the prefix cache gains and loses
 
 
 class SteppedEngine(Protocol):
@@ -156,7 +156,7 @@ class EngineLoop:
     def __init__(
         self, engine: SteppedEngine, channel: Channel, followers: Sequence[Follower] = (), *, name: str = "the engine"
     ) -> None:
-        """Prepare to run. The `followers` are told how the prefix cache changes. `name` is for the log."""
+        """Prepare to run. The `followers` receive the changes of the prefix cache. `name` is for the log."""
         self._engine, self._channel, self._name = engine, channel, name
         self._followers = followers
         self._num_failures = 0
