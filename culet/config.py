@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from culet.errors import ConfigError
-from culet.hardware import SMALL_GPU_BYTES, SMALL_GPU_TOKENS
+from culet.hardware import SMALL_GPU_BYTES, SMALL_GPU_MEDIA_BYTES, SMALL_GPU_TOKENS
 from culet.limits import MEDIA_KINDS, read_limits, read_media_limits, read_object
 from culet.thinking import read_thinking_budgets
 
@@ -262,7 +262,9 @@ class MediaConfig:
         "Maximum number of items per kind in a prompt, as a JSON object with image, video and audio; 0 loads no tower.",
     )
     media_cache_memory_bytes: int = option(
-        512 << 20, "Size of the cache of image, video and audio features, which all requests share, in bytes."
+        512 << 20,
+        "Size of the cache of image, video and audio features, which all requests share, in bytes.",
+        elsewhere=f"{SMALL_GPU_MEDIA_BYTES} on GPUs with less than 40 GiB",
     )
     max_encoder_tokens: int = option(
         560,
@@ -314,6 +316,12 @@ class Config:
         most = self.schedule.max_num_batched_tokens
         is_large = gpu_bytes >= SMALL_GPU_BYTES or "max_num_batched_tokens" in self.given
         return most if is_large else min(most, SMALL_GPU_TOKENS)
+
+    def media_cache_bytes(self, gpu_bytes: int) -> int:
+        """Return the size of the cache of features. By default, a small GPU leaves more memory to the KV cache."""
+        most = self.media.media_cache_memory_bytes
+        is_large = gpu_bytes >= SMALL_GPU_BYTES or "media_cache_memory_bytes" in self.given
+        return most if is_large else min(most, SMALL_GPU_MEDIA_BYTES)
 
 
 MAX_SECONDS = 10**6  # about eleven days

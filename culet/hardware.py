@@ -22,6 +22,7 @@ AMPERE, AMPERE_RTX, ADA, HOPPER, BLACKWELL, BLACKWELL_RTX = 80, 86, 89, 90, 100,
 
 SMALL_GPU_BYTES = 40 << 30
 SMALL_GPU_TOKENS = 2048  # in a step
+SMALL_GPU_MEDIA_BYTES = 128 << 20  # of cached features, about 150 images of E2B and 40 of the 31B
 
 
 @dataclass(frozen=True)

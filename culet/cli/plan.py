@@ -298,6 +298,9 @@ def _print_fits(console: Console, facts: Facts) -> None:
     table = _table(f"What fits into {share}", ("",), names)
     table.add_row("weights GB", *(f"{fit['weight_bytes'] / GB:.2f}" for fit in fits))
     table.add_row("activations GB, about", *(f"{fit['working_bytes'] / GB:.2f}" for fit in fits))
+    for key, name in (("graph_bytes", "graphs, buffers GB, about"), ("media_cache_bytes", "cached media GB")):
+        if any(fit[key] for fit in fits):
+            table.add_row(name, *(f"{fit[key] / GB:.2f}" for fit in fits))
     table.add_row("KV cache GB", *(_cache_size(fit) for fit in fits))
     table.add_row("slabs", *(f"{fit['num_slabs']:,}" for fit in fits))
     table.add_row("longest sequence, tokens", *(f"{fit['longest_sequence']:,}" for fit in fits))

@@ -15,7 +15,7 @@ import torch
 from culet.attention.base import AttentionBackend
 from culet.attention.plan import AttentionPlan, heads_of_rank, plan_attention
 from culet.cache.spec import CacheLayout, plan_cache, share_among, stored_as
-from culet.config import NCCL, Config, ScheduleConfig, config_fields
+from culet.config import NCCL, Config, MediaConfig, ScheduleConfig, config_fields
 from culet.drafters.base import DrafterPlan, cache_specs, open_drafter, plan_drafter_attention, target_groups
 from culet.engine.memory import cpu_has_bfloat16
 from culet.errors import ConfigError
@@ -90,7 +90,7 @@ def resolve(config: Config, rank_index: int = 0) -> Setup:
     if choice is not None and draft_plan is not None:
         draft_backends = _plan_draft_backends(draft_plan, layout, device, choice.attention_backend)
     return Setup(
-        config=replace(config, schedule=_resolve_schedule(config, device)),
+        config=replace(config, schedule=_resolve_schedule(config, device), media=_resolve_media(config, device)),
         checkpoint=checkpoint,
         device=device,
         dtype=dtype,
@@ -185,6 +185,16 @@ def _resolve_schedule(config: Config, device: torch.device) -> ScheduleConfig:
             schedule = replace(schedule, **changed)
             chose(name.replace("_", "-"), value, "the device is a CPU")
     return schedule
+
+
+def _resolve_media(config: Config, device: torch.device) -> MediaConfig:
+    """Return the given settings, with a smaller cache of features on a small GPU."""
+    if device.type == "cpu":
+        return config.media
+    num_bytes = config.media_cache_bytes(torch.cuda.mem_get_info(device)[1])
+    if num_bytes < config.media.media_cache_memory_bytes and config.media.kinds:
+        chose("media-cache-memory-bytes", num_bytes, "the GPU has less than 40 GiB")
+    return replace(config.media, media_cache_memory_bytes=num_bytes)
 
 
 def _plan_backends(

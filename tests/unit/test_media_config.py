@@ -1,10 +1,14 @@
-"""The settings that turn kinds of media off."""
+"""The settings that turn kinds of media off, and the size of their cache."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from culet.config import build_config
+from culet.engine.resolve import _resolve_media
 from culet.errors import ConfigError
 
 
@@ -44,3 +48,14 @@ def test_bad_limits(value, message):
         build_config({"limit_mm_per_prompt": value})
     assert message in str(caught.value)
     assert caught.value.hint
+
+
+def test_a_small_gpu_caches_fewer_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cached(gib: int, **settings: Any) -> int:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, gib << 30))
+        return _resolve_media(build_config({"model": "built-in"} | settings), torch.device("cuda")).media_cache_memory_bytes
+
+    assert cached(80) == 512 << 20
+    assert cached(24) == 128 << 20
+    assert cached(24, media_cache_memory_bytes=1 << 20) == 1 << 20
+    assert cached(24, media_cache_memory_bytes=600 << 20) == 600 << 20

@@ -23,6 +23,7 @@ from culet.models.quantised.head import check_head
 from culet.models.quantised.part_bytes import check_columns, check_shares, part_bytes
 from culet.models.sizes import (
     Room,
+    graph_bytes,
     pages_of_sequence,
     slabs_of_sequence,
     text_weights,
@@ -333,17 +334,22 @@ def fit_of(facts: Facts, text_only: bool, latent: bool) -> dict[str, Any]:
     """Return what fits into memory, with or without the towers that the settings want, and with or without the latent."""
     schedule, itemsize = facts.config.schedule, _ITEMSIZES[facts.dtype]
     weight_bytes = sum(share.rank_bytes for share in shares_of(facts, text_only=text_only))
+    num_tokens = min(facts.config.tokens_per_step(facts.gpu.memory_bytes), facts.max_model_len * schedule.max_num_seqs)
     working = working_bytes(
         facts.spec,
         itemsize,
-        num_tokens=min(facts.config.tokens_per_step(facts.gpu.memory_bytes), facts.max_model_len * schedule.max_num_seqs),
+        num_tokens=num_tokens,
         num_seqs=schedule.max_num_seqs,
         is_widened=facts.precision != facts.dtype and is_widened(facts.precision, facts.gpu.arch),
     )
-    if not text_only:
+    features = graphs = 0
+    if not text_only and facts.loaded_towers.kinds:
         working += facts.loaded_towers.working_bytes(itemsize)
+        features = facts.config.media_cache_bytes(facts.gpu.memory_bytes) if facts.gpu.arch.is_gpu else 0
+    if facts.gpu.arch.is_gpu and not facts.config.model.enforce_eager:
+        graphs = graph_bytes(facts.spec, itemsize, num_tokens=num_tokens)
     allowed = int(facts.rank_memory_bytes * facts.config.cache.gpu_memory_utilization)
-    room = Room(facts.layouts[latent], allowed - weight_bytes - working)
+    room = Room(facts.layouts[latent], allowed - weight_bytes - working - graphs - features)
     counts = {length: room.sequences(length) for length in facts.seq_lens}
     return {
         "text_only": text_only,
@@ -351,6 +357,8 @@ def fit_of(facts: Facts, text_only: bool, latent: bool) -> dict[str, Any]:
         "allowed_bytes": allowed,
         "weight_bytes": weight_bytes,
         "working_bytes": working,
+        "graph_bytes": graphs,
+        "media_cache_bytes": features,
         "cache_bytes": max(0, room.cache_bytes),
         "missing_bytes": max(0, -room.cache_bytes),
         "num_slabs": room.num_slabs,

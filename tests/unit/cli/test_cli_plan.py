@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_what_fits_adds_up(name, gpu):
     for fit in report["fits"]:
         weights = report["weights"]["text_bytes"] + (0 if fit["text_only"] else report["weights"]["tower_bytes"])
         assert fit["weight_bytes"] == weights
-        left = allowed - weights - fit["working_bytes"]
+        left = allowed - weights - fit["working_bytes"] - fit["graph_bytes"] - fit["media_cache_bytes"]
         assert (fit["cache_bytes"], fit["missing_bytes"]) == (max(0, left), max(0, -left))
         layout = plan_cache(spec.kv_specs(2, latent=fit["latent"]))
         per_sequence = sum(pages_of_sequence(group, 3000) for group in layout.groups)
@@ -106,6 +107,36 @@ def test_small_gpus_take_shorter_steps():
 
     assert working("rtx4090") == working("h200", "--max-num-batched-tokens", "2048") < working("h200")
     assert working("rtx4090", "--max-num-batched-tokens", "8192") == working("h200")
+
+
+def test_graphs_and_cached_media_take_memory():
+    def fits(*options: str) -> list[tuple[int, int]]:
+        return [(fit["graph_bytes"], fit["media_cache_bytes"]) for fit in data("31B", *options)["fits"]]
+
+    (text, _), (graphs, cached) = fits("--gpu", "h200")[:2], fits("--gpu", "h200")[2]
+    assert text == (graphs, 0)
+    assert graphs == pytest.approx(0.6e9, rel=0.05)
+    assert cached == 512 << 20
+    assert fits("--gpu", "rtx5090")[2] == (graphs, 128 << 20)
+    assert fits("--gpu", "rtx5090", "--language-model-only")[2] == (graphs, 0)
+    assert fits("--gpu", "cpu") == [(0, 0)] * 4
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "gib", "options", "measured"),
+    [
+        ("h200", "auto", None, ["--language-model-only"], 5669),
+        ("h200", "auto", None, [], 5476),
+        ("rtx4090", "int4", 24, ["--language-model-only"], 204),
+    ],
+)
+def test_room_that_was_measured(gpu: str, precision: str, gib: int | None, options: list[str], measured: int, monkeypatch):
+    """The slabs of the 31B that an H200, or one that pretends to have 24 GiB, really had room for."""
+    if gib is not None:
+        monkeypatch.setitem(GPUS, gpu, replace(GPUS[gpu], memory_bytes=gib << 30))
+    report = data("31B", "--gpu", gpu, "--quantization", precision, *options)
+    fit = fit_of(report, text_only=bool(options), latent=True)
+    assert fit["num_slabs"] == pytest.approx(measured, rel=0.03)
 
 
 def test_fp8_needs_no_wider_copy_on_its_tensor_cores():
@@ -290,13 +321,14 @@ def test_tables_fit_into_100_columns(name):
     [
         (("31B", "--gpu", "rtx4090"), 1),
         (("E4B", "--gpu", "rtx4090"), 0),
-        (("E2B", "--gpu", "rtx4070", "--max-model-len", "8192"), 0),
-        (("E2B", "--gpu", "rtx4070", "--max-model-len", "8192", "--max-num-batched-tokens", "8192"), 1),  # with all parts
-        (("E2B", "--gpu", "rtx4070", "--max-model-len", "8192", "--max-num-seqs", "512"), 1),
+        (("E2B", "--gpu", "rtx4070", "--max-model-len", "8192"), 1),  # with all parts
+        (("E2B", "--gpu", "rtx4070", "--max-model-len", "8192", "--language-model-only"), 0),
+        (("E2B", "--gpu", "rtx4070", "--language-model-only", "--max-num-batched-tokens", "16384"), 1),
+        (("E2B", "--gpu", "rtx4070", "--language-model-only", "--max-num-seqs", "1024"), 1),
         (("31B", "--gpu", "h100"), 0),
         (("31B", "--gpu", "h100", "--gpu-memory-utilization", "0.7"), 1),
-        (("31B", "--gpu", "h100", "--gpu-memory-utilization", "0.78", "--max-model-len", "2000"), 0),
-        (("31B", "--gpu", "h100", "--gpu-memory-utilization", "0.78", "--max-model-len", "262144"), 1),
+        (("31B", "--gpu", "h100", "--gpu-memory-utilization", "0.8", "--max-model-len", "2000"), 0),
+        (("31B", "--gpu", "h100", "--gpu-memory-utilization", "0.8", "--max-model-len", "262144"), 1),
     ],
 )
 @pytest.mark.parametrize("form", [(), ("--json",)])
