@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
+from culet.cache.spec import CacheLayout
 from culet.scheduler import sequence
 from culet.scheduler.media.legs import MAX_LEGS
 from culet.scheduler.sequence import Sequence
@@ -26,9 +27,9 @@ def seeing(name: str = "seen", length: int = 20, media: Seq[MediaSpan] = (image(
     return make_request(name, prompt(length, 3), 3, stop=False, media=tuple(media), **settings)  # type: ignore[arg-type]
 
 
-def beside_chats(num_chats: int = 2, *, leg_tokens: int = 10, **settings: object) -> Drive:
+def beside_chats(num_chats: int = 2, *, leg_tokens: int = 10, layout: CacheLayout = LAYOUT, **settings: object) -> Drive:
     """Return a scheduler with chats that decode."""
-    drive = make(LAYOUT, leg_tokens=leg_tokens, **settings)  # type: ignore[arg-type]
+    drive = make(layout, leg_tokens=leg_tokens, **settings)  # type: ignore[arg-type]
     for number in range(num_chats):
         drive.add(endless(f"chat {number}", 3 + number, 60))
         drive.step()
@@ -122,6 +123,8 @@ def test_without_chats_all_other_layers_run_at_once() -> None:
 def test_a_chunk_in_the_middle_of_a_prompt() -> None:
     found = steps_of(beside_chats(budget=40, seqs=3, leg_tokens=20), seeing(length=90, media=[image(40, 12)]), num_steps=6)
     assert found == [(WHOLE, 0, 38), (FIRST, 38, 38), (SECOND, 38, 38), (WHOLE, 76, 14)]
+    found = steps_of(beside_chats(budget=40, seqs=3, leg_tokens=20), seeing(length=90), num_steps=6)
+    assert found == [(FIRST, 0, 38), (SECOND, 0, 38), (WHOLE, 38, 38), (WHOLE, 76, 14)], "the image was in the first chunk"
 
 
 def test_no_prompt_starts_beside_a_later_leg() -> None:
@@ -155,6 +158,7 @@ def test_resume_lengths_in_a_chunk_in_legs() -> None:
     assert all(point.length < 17 for point in prefix.resume_points()), "some layers have not run"
     plans.append(drive.step())
     assert chunks(plans) == [(FIRST, 0, 20), (SECOND, 0, 20)]
+    assert {point.length for point in prefix.resume_points()} >= {17, 20}
     before = drive.scheduler.counters.prefix_hit_tokens
     drive.add(make_request("next", [*prompt(20, 3)[:17], 50, 51], 2, media=(image(4, 12),)))
     drive.step()
@@ -212,6 +216,34 @@ def test_between_the_legs(what: str, num_run: int, place: str, ahead: bool, monk
         assert seq.num_underway == 0
     end(drive)
     assert scheduler.counters.restored == (what == "park" and start > 0)
+
+
+@pytest.mark.parametrize("num_shared", range(56, 63))
+def test_what_is_kept_of_a_chunk_that_ended_between_its_legs(num_shared: int) -> None:
+    """Its sequence leaves a resume point before the chunk. The chunk before it had not stored its first tokens either."""
+    drive = beside_chats(leg_tokens=16, seqs=3)
+    drive.add(seeing(length=150, media=[image(90, 12)]))
+    assert chunks([drive.step(), drive.step()]) == [(WHOLE, 0, 62), (Leg(0, 1, 4), 62, 62)]
+    drive.scheduler.cancel("seen")
+    before = drive.scheduler.counters.prefix_hit_tokens
+    drive.add(make_request("next", [*prompt(150, 3)[:num_shared], 50, 51], 3))
+    drive.step()
+    assert drive.scheduler.counters.prefix_hit_tokens - before == (62 if num_shared == 62 else 0)
+    end(drive)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("start", [20, 22])
+def test_a_chunk_that_ends_between_its_legs_in_a_tiny_window(window: int, start: int) -> None:
+    """With a window of one token, a sequence that resumes between two pages holds none before its chunk."""
+    drive = beside_chats(leg_tokens=8, layout=make_layout((window, 4), (None, 8)))
+    drive.add(make_request("before", prompt(start, 3), 1, stop=False))
+    drive.step()
+    drive.add(seeing(length=start + 32, media=[image(start + 4, 12)]))
+    assert chunks([drive.step()]) == [(Leg(0, 1, 4), start, 32)]
+    drive.scheduler.cancel("seen")
+    drive.add(seeing("again", length=start + 32, media=[image(start + 4, 12)]))
+    end(drive)
 
 
 def test_a_preempted_chunk_is_computed_again() -> None:
