@@ -104,8 +104,10 @@ def test_a_chunk_that_a_later_step_may_have_no_room_for() -> None:
 def test_a_longer_chunk_has_more_legs() -> None:
     """So each step is about as long. Beyond some number, more legs would only delay the first token."""
     for length, count in ((10, 1), (11, 2), (21, 3), (30, 3), (33, 4)):
-        found = steps_of(beside_chats(1, budget=40), seeing(length=length, media=[image(1, 8)]), num_steps=5)
+        drive = beside_chats(1, budget=40)
+        found = steps_of(drive, seeing(length=length, media=[image(1, 8)]), num_steps=5)
         assert found == [(Leg(index, index + 1, count), 0, length) for index in range(count)]
+        assert drive.scheduler.counters.chunks_in_legs == (count > 1)
     found = steps_of(beside_chats(1, budget=40, leg_tokens=2), seeing(length=33), num_steps=9)
     assert found == [(Leg(index, index + 1, MAX_LEGS), 0, 33) for index in range(MAX_LEGS)]
 
@@ -195,7 +197,7 @@ def test_between_the_legs(what: str, num_run: int, place: str, ahead: bool, monk
     plans = [drive.step() for _ in range(num_before + num_run)]
     assert chunks(plans)[num_before:] == [(Leg(index, index + 1, 4), start, length) for index in range(num_run)]
     seq = next(iter(scheduler._alive["seen"].values()))
-    assert seq.num_underway == length
+    assert seq.num_underway == seq.next_chunk == length
     if what == "park":
         assert seq.park(scheduler.page_allocator)
     if what in ("preempt", "park"):
