@@ -136,3 +136,10 @@ class GroupPages:
         num_added = -(-end // self.page_tokens) - self.first - len(self.pages)
         if num_added > 0:
             self.reset(self.first, [*self.pages, *[HOLE] * (num_added - len(fresh)), *fresh])
+
+    def go_back(self, num_tokens: int) -> None:
+        """Keep the pages of a row that skipped tokens, but count only the `num_tokens` tokens before it as computed."""
+        self.stored_from = self.group.first_visible(num_tokens)
+        begin = self.stored_from // self.page_tokens
+        if 0 < begin < self.first:  # a window of one token had no page between two pages, so the row's pages became the first
+            self.reset(begin, [*[HOLE] * (self.first - begin), *self.pages])

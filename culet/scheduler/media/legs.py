@@ -85,5 +85,5 @@ class Legs:
         seq.draws_in_flight -= len(plan.drawers)
         for pages, first in zip(seq.groups, row.store_from, strict=True):
             if first > row.start:  # the tokens that the row skips are not computed yet
-                pages.stored_from = pages.group.first_visible(row.start)
+                pages.go_back(row.start)
         plan.row, plan.drawers = row._replace(num_logits=0, draw_slots=()), []

@@ -142,6 +142,26 @@ def test_a_failed_tower_ends_only_those_who_need_it() -> None:
     check_end(drive)
 
 
+def test_a_parked_sequence_waits_for_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pages are saved in a step without rows, which waits for the features."""
+    monkeypatch.setattr(sequence, "MIN_CUT_CHUNK", 1)
+    monkeypatch.setattr(sequence, "MIN_PARKED", 1)
+    drive = drive_towers(ledger(), slowness=50, num_host_pages=20)
+    drive.add(ask("seen", [prompt(20), CAT, prompt(3)]))
+    drive.step()
+    (seq,) = drive.scheduler._running
+    assert seq.num_computed == 20
+    assert seq.park(drive.scheduler.page_allocator)
+    drive.scheduler._preempt(seq)
+    plan = drive.step()
+    assert plan is not None
+    assert plan.saves
+    assert not plan.rows
+    drive.run()
+    check_end(drive)
+    assert drive.scheduler.counters.restored == 1
+
+
 # A walk
 
 
@@ -154,19 +174,13 @@ def random_parts(chance: random.Random) -> list[list[int] | MediaItem]:
     return [*parts, prompt(chance.randint(1, 9))]
 
 
-def walk(seed: int, num_moves: int) -> Drive:
+def walk(seed: int, num_moves: int, **settings: object) -> Drive:
     """Make random requests, cancels and steps, then finish. Few pages mean many preemptions."""
     chance = random.Random(seed)
-    drive = drive_towers(
-        ledger(chance.choice((13, 20, 60)), chance.choice((4, 14, 40))),
-        slowness=chance.choice((0, 2, 6)),
-        seed=seed,
-        num_pages=chance.choice((40, 70, 200)),
-        budget=chance.choice((17, 24, 64)),
-        seqs=4,
-        ahead=chance.random() < 0.5,
-        max_drafts=chance.choice((0, 3)),
-    )
+    features, slowness = ledger(chance.choice((13, 20, 60)), chance.choice((4, 14, 40))), chance.choice((0, 2, 6))
+    sizes = {"num_pages": chance.choice((40, 70, 200)), "budget": chance.choice((17, 24, 64)), "seqs": 4}
+    how = {"ahead": chance.random() < 0.5, "max_drafts": chance.choice((0, 3))}
+    drive = drive_towers(features, slowness=slowness, seed=seed, **{**sizes, **how, **settings})
     for number in range(num_moves):
         if chance.random() < 0.25:
             parts = random_parts(chance) if chance.random() < 0.7 else [prompt(chance.randint(1, 40), chance.randint(0, 2))]
@@ -194,6 +208,13 @@ def test_walk(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 160))
 def test_long_walk(seed: int) -> None:
     walk(seed, 1500)
+
+
+def test_walk_with_legs_and_parked_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features come and go between the legs of chunks, and sequences are preempted."""
+    monkeypatch.setattr(sequence, "MIN_PARKED", 1)
+    settings = {"num_pages": 22, "budget": 40, "max_drafts": 0, "leg_tokens": 3, "num_host_pages": 60}
+    assert sum(walk(seed, 200, **settings).scheduler.counters.chunks_in_legs for seed in SEEDS)
 
 
 def test_the_walk_sees_features_that_are_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,22 +345,19 @@ def tensors_in(result: Any) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in tensors_in(part)]
 
 
-@pytest.mark.parametrize("has_graphs", [False, True], ids=["pieces", "graphs"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_legs_in_pieces(shape: str, has_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each span of layers runs in pieces of its own size. So do steps that only decode."""
-    monkeypatch.setattr("culet.runner.fixed.prompts.SIZES", (8, 24, 64))
-    rig = Rig(shape, max_num_batched_tokens=512)
+def use_pieces(rig: Rig, sizes: Sequence[int], monkeypatch: pytest.MonkeyPatch, *, has_graphs: bool) -> list[Any]:
+    """Run steps in padded pieces of these sizes. Return a list that gets the size of each span of layers."""
+    monkeypatch.setattr("culet.runner.fixed.prompts.SIZES", sizes)
     runner: Any = rig.engine._worker
     pool = Pool(runner.pool.layout, runner.pool.num_slabs, torch.float32, torch.device("cpu"), has_spare=True)
     runner.pool = runner.target.pool = pool
     prompts = runner.use_fixed_shapes(max_prompt=512).prompts
-    sizes: list[Any] = []
+    found: list[Any] = []
     smallest = prompts.smallest
 
     def spy(num_tokens: int) -> Any:
         pieces = smallest(num_tokens)
-        sizes.append(pieces.size if isinstance(pieces, PaddedPieces) else pieces)
+        found.append(pieces.size if isinstance(pieces, PaddedPieces) else pieces)
         return pieces
 
     prompts.smallest = spy
@@ -371,17 +368,45 @@ def test_legs_in_pieces(shape: str, has_graphs: bool, monkeypatch: pytest.Monkey
             with torch.inference_mode(), pieces.capturing(FakeCaptures(captures)):
                 prompts._run_without_rows(pieces)
             assert pieces.num_captured == 3 + 2 * runner.target.model.num_whole_layers(())
+    return found
+
+
+def play_three(rig: Rig, num_steps: int = 4) -> dict[str, Told]:
+    for number in range(3):
+        rig.add(f"seen {number}", seen(rig.shape, number))
+        for _ in range(num_steps):
+            rig.step()
+    return rig.finish()
+
+
+@pytest.mark.parametrize("has_graphs", [False, True], ids=["pieces", "graphs"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_legs_in_pieces(shape: str, has_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each span of layers runs in pieces of its own size. So do steps that only decode."""
+    rig = Rig(shape, max_num_batched_tokens=512)
+    sizes = use_pieces(rig, (8, 24, 64), monkeypatch, has_graphs=has_graphs)
     rig.start_chats()
     sizes.clear()
-    for number in range(3):
-        rig.add(f"seen {number}", seen(shape, number))
-        for _ in range(4):
-            rig.step()
-    rig.finish()
+    told = play_three(rig)
     assert rig.legs == [Leg(index, index + 1, 4) for index in range(4)] * 3
     first, middle, last = [24, 8], [8, 24, 8], [8, 24]  # the spans of layers in each step
     assert sizes == [*first, *middle, *middle, *last] * 3
-    assert_same(rig.told, play_plain(shape))
+    assert_same(told, play_plain(shape))
+
+
+@pytest.mark.parametrize("sizes", [(24,), (2, 16, 18)], ids=["one size", "no padding"])
+def test_legs_of_one_layer_in_graphs(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All spans of a step may use the same graphs, and each leg begins and ends at another layer."""
+    monkeypatch.setattr("culet.scheduler.media.legs.MAX_LEGS", 6)
+    rig = Rig("31B", leg_tokens=1, max_num_batched_tokens=512)
+    assert len(rig.engine.spec.layers) == 6
+    found = use_pieces(rig, sizes, monkeypatch, has_graphs=True)
+    rig.start_chats()
+    found.clear()
+    told = play_three(rig, num_steps=10)
+    assert rig.legs == [Leg(index, index + 1, 6) for index in range(6)] * 3
+    assert set(found) == set(sizes)
+    assert_same(told, play_plain("31B"))
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
@@ -402,11 +427,7 @@ def test_skipped_pieces_leave_no_padding_behind(has_graphs: bool) -> None:
 def play_plain(shape: str) -> dict[str, Told]:
     rig = Rig(shape, leg_tokens=0)
     rig.start_chats()
-    for number in range(3):
-        rig.add(f"seen {number}", seen(shape, number))
-        for _ in range(4):
-            rig.step()
-    return rig.finish()
+    return play_three(rig)
 
 
 # Plans

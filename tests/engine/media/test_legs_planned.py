@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
+from culet.cache.spec import CacheLayout
 from culet.scheduler import sequence
 from culet.scheduler.media.legs import MAX_LEGS
 from culet.scheduler.sequence import Sequence
@@ -26,9 +27,9 @@ def seeing(name: str = "seen", length: int = 20, media: Seq[MediaSpan] = (image(
     return make_request(name, prompt(length, 3), 3, stop=False, media=tuple(media), **settings)  # type: ignore[arg-type]
 
 
-def beside_chats(num_chats: int = 2, *, leg_tokens: int = 10, **settings: object) -> Drive:
+def beside_chats(num_chats: int = 2, *, leg_tokens: int = 10, layout: CacheLayout = LAYOUT, **settings: object) -> Drive:
     """Return a scheduler with chats that decode."""
-    drive = make(LAYOUT, leg_tokens=leg_tokens, **settings)  # type: ignore[arg-type]
+    drive = make(layout, leg_tokens=leg_tokens, **settings)  # type: ignore[arg-type]
     for number in range(num_chats):
         drive.add(endless(f"chat {number}", 3 + number, 60))
         drive.step()
@@ -103,8 +104,10 @@ def test_a_chunk_that_a_later_step_may_have_no_room_for() -> None:
 def test_a_longer_chunk_has_more_legs() -> None:
     """So each step is about as long. Beyond some number, more legs would only delay the first token."""
     for length, count in ((10, 1), (11, 2), (21, 3), (30, 3), (33, 4)):
-        found = steps_of(beside_chats(1, budget=40), seeing(length=length, media=[image(1, 8)]), num_steps=5)
+        drive = beside_chats(1, budget=40)
+        found = steps_of(drive, seeing(length=length, media=[image(1, 8)]), num_steps=5)
         assert found == [(Leg(index, index + 1, count), 0, length) for index in range(count)]
+        assert drive.scheduler.counters.chunks_in_legs == (count > 1)
     found = steps_of(beside_chats(1, budget=40, leg_tokens=2), seeing(length=33), num_steps=9)
     assert found == [(Leg(index, index + 1, MAX_LEGS), 0, 33) for index in range(MAX_LEGS)]
 
@@ -122,6 +125,8 @@ def test_without_chats_all_other_layers_run_at_once() -> None:
 def test_a_chunk_in_the_middle_of_a_prompt() -> None:
     found = steps_of(beside_chats(budget=40, seqs=3, leg_tokens=20), seeing(length=90, media=[image(40, 12)]), num_steps=6)
     assert found == [(WHOLE, 0, 38), (FIRST, 38, 38), (SECOND, 38, 38), (WHOLE, 76, 14)]
+    found = steps_of(beside_chats(budget=40, seqs=3, leg_tokens=20), seeing(length=90), num_steps=6)
+    assert found == [(FIRST, 0, 38), (SECOND, 0, 38), (WHOLE, 38, 38), (WHOLE, 76, 14)], "the image was in the first chunk"
 
 
 def test_no_prompt_starts_beside_a_later_leg() -> None:
@@ -155,6 +160,7 @@ def test_resume_lengths_in_a_chunk_in_legs() -> None:
     assert all(point.length < 17 for point in prefix.resume_points()), "some layers have not run"
     plans.append(drive.step())
     assert chunks(plans) == [(FIRST, 0, 20), (SECOND, 0, 20)]
+    assert {point.length for point in prefix.resume_points()} >= {17, 20}
     before = drive.scheduler.counters.prefix_hit_tokens
     drive.add(make_request("next", [*prompt(20, 3)[:17], 50, 51], 2, media=(image(4, 12),)))
     drive.step()
@@ -191,7 +197,7 @@ def test_between_the_legs(what: str, num_run: int, place: str, ahead: bool, monk
     plans = [drive.step() for _ in range(num_before + num_run)]
     assert chunks(plans)[num_before:] == [(Leg(index, index + 1, 4), start, length) for index in range(num_run)]
     seq = next(iter(scheduler._alive["seen"].values()))
-    assert seq.num_underway == length
+    assert seq.num_underway == seq.next_chunk == length
     if what == "park":
         assert seq.park(scheduler.page_allocator)
     if what in ("preempt", "park"):
@@ -212,6 +218,34 @@ def test_between_the_legs(what: str, num_run: int, place: str, ahead: bool, monk
         assert seq.num_underway == 0
     end(drive)
     assert scheduler.counters.restored == (what == "park" and start > 0)
+
+
+@pytest.mark.parametrize("num_shared", range(56, 63))
+def test_what_is_kept_of_a_chunk_that_ended_between_its_legs(num_shared: int) -> None:
+    """Its sequence leaves a resume point before the chunk. The chunk before it had not stored its first tokens either."""
+    drive = beside_chats(leg_tokens=16, seqs=3)
+    drive.add(seeing(length=150, media=[image(90, 12)]))
+    assert chunks([drive.step(), drive.step()]) == [(WHOLE, 0, 62), (Leg(0, 1, 4), 62, 62)]
+    drive.scheduler.cancel("seen")
+    before = drive.scheduler.counters.prefix_hit_tokens
+    drive.add(make_request("next", [*prompt(150, 3)[:num_shared], 50, 51], 3))
+    drive.step()
+    assert drive.scheduler.counters.prefix_hit_tokens - before == (62 if num_shared == 62 else 0)
+    end(drive)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("start", [20, 22])
+def test_a_chunk_that_ends_between_its_legs_in_a_tiny_window(window: int, start: int) -> None:
+    """With a window of one token, a sequence that resumes between two pages holds none before its chunk."""
+    drive = beside_chats(leg_tokens=8, layout=make_layout((window, 4), (None, 8)))
+    drive.add(make_request("before", prompt(start, 3), 1, stop=False))
+    drive.step()
+    drive.add(seeing(length=start + 32, media=[image(start + 4, 12)]))
+    assert chunks([drive.step()]) == [(Leg(0, 1, 4), start, 32)]
+    drive.scheduler.cancel("seen")
+    drive.add(seeing("again", length=start + 32, media=[image(start + 4, 12)]))
+    end(drive)
 
 
 def test_a_preempted_chunk_is_computed_again() -> None:

@@ -60,6 +60,7 @@ class TowerRunner(FakeRunner):
         else:
             assert not plan.entries
             assert not plan.copies
+            self._move(plan)
             self._last_step += 1
             self.num_empty += 1
             result = StepResult(plan.step_id, ())
