@@ -80,15 +80,12 @@ class Scheduler:
         """
         self.layout, self.max_model_len = layout, max_model_len
         self.max_drafts, self.policy = max_drafts, policy
-        self.plans_open = plans_open
-        self.features = features
-        self.budget = config.max_num_batched_tokens
-        self.step_budget = make_step_budget(config, on_cpu=on_cpu)
+        self.plans_open, self.features = plans_open, features
+        self.budget, self.step_budget = config.max_num_batched_tokens, make_step_budget(config, on_cpu=on_cpu)
         self._short_first, self._slices = ShortFirst(is_on=on_cpu), TimeSlices(self.step_budget.min_tokens)
         # The most pages that a token and its drafts may need, including drafts in flight.
         self._max_fresh = sum(1 + group.pages_for(1 + 2 * max_drafts + group.ahead) for group in layout.groups)
-        self.page_allocator = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching)
-        self.counters = Counters()
+        self.page_allocator, self.counters = PageAllocator(layout, num_slabs, prefix_caching=prefix_caching), Counters()
         # Every running sequence can have a token in every step, so none can starve.
         self._max_running = min(config.max_num_seqs, self.budget)
         self._max_chunk = self.budget - self._max_running + 1  # tokens that every step has room for
@@ -264,7 +261,9 @@ class Scheduler:
         planned: list[PlannedRow] = []
         may_go_first = waiting is not None and not is_shared  # tenants have their own rules for new prompts
         num_first = self._short_first.num_tokens(grants, self.counters.steps) if may_go_first else 0
-        if num_first and (planned := self._start_new(entries, num_first, prompts, first=True)):
+        if num_first:
+            self._start_new(planned, entries, num_first, prompts, first=True)
+        if planned:
             self._short_first.used(self.counters.steps)
             return planned
         num_preempted = self.counters.preemptions
@@ -272,8 +271,8 @@ class Scheduler:
             if grant.sequence.is_running:  # an older sequence may just have taken its pages
                 planned += self._plan_row(grant, may_preempt=True)
         if len(planned) == len(grants) and self.counters.preemptions == num_preempted:  # nobody lacks pages
-            planned += self._start_new(entries, self._legs.num_left(budget, planned), prompts)
-        return self._legs.mark(planned)
+            self._start_new(planned, entries, budget - sum(plan.row.num_new for plan in planned), prompts)
+        return self._legs.mark(planned, len(self._waiting))
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
         """Plan the row for `grant`, with a shorter chunk if pages are scarce. Return [] if none fits.
@@ -325,17 +324,19 @@ class Scheduler:
 
     # A sequence starts
 
-    def _start_new(self, entries: list[Entry], budget: int, prompts: StepPrompts, *, first: bool = False) -> list[PlannedRow]:
-        """Start waiting sequences in order, as long as tokens, slots and pages last.
+    def _start_new(
+        self, planned: list[PlannedRow], entries: list[Entry], budget: int, prompts: StepPrompts, *, first: bool = False
+    ) -> None:
+        """Start waiting sequences in order, as long as tokens, slots and pages last. Append their rows and entries.
 
         Those that go `first` must end their prompts with this step. They leave enough pages to all that run, and enough pages
         and a slot to the next in order, which they may overtake.
         """
-        planned, reserved = [], promised_pages(self._running, self.budget)
+        reserved = promised_pages(self._running, self.budget)
         if first and (head := self._waiting.head()) is not None:
             reserved += len(self._running) * self._max_fresh + pages_to_start(head, self.budget)
         for seq in short_prompts(self._waiting) if first else self._waiting.heads():
-            if not budget or len(self._running) >= self._max_running - first:
+            if not budget or len(self._running) >= self._max_running - first or self._legs.is_full(planned, len(self._waiting)):
                 break
             num_older = self._waiting.num_running(seq.tenant)
             # A sequence that just made way starts again when its last result is known.
@@ -350,7 +351,6 @@ class Scheduler:
             reserved += reserved_pages(seq, self.budget) if seq.num_uncomputed > 1 else 0
             entries.append(seq.entry())
             planned += rows
-        return planned
 
     def _admit(self, seq: Sequence, budget: int, reserved: int, *, first: bool) -> list[PlannedRow]:
         """Give `seq` a slot and its first row, resumed from the prefix cache if possible. Return [] if it must wait."""

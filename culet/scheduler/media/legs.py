@@ -42,33 +42,42 @@ class Legs:
             row.num_new, 0, row.num_logits, row.store_from, missing, bool(row.draw_slots), self._begun.resume_lengths
         )
 
-    def num_left(self, budget: int, planned: Rows[PlannedRow]) -> int:
-        """Return how many of a step's tokens are left for new prompts.
+    def is_full(self, planned: Rows[PlannedRow], num_waiting: int) -> bool:
+        """Return whether a step has a leg. No other prompt starts in it, since that would make it as long as without legs."""
+        return any(plan.owner.num_underway for plan in planned) or self._choose(planned, num_waiting) is not None
 
-        None starts beside another leg, since that would make the step as long as without legs.
+    def mark(self, planned: list[PlannedRow], num_waiting: int) -> list[PlannedRow]:
+        """Say which layers run for the rows of a step. At most one row is a leg. Return the rows.
+
+        `num_waiting` sequences wait to start.
         """
-        return 0 if any(plan.owner.num_underway for plan in planned) else budget - sum(plan.row.num_new for plan in planned)
-
-    def mark(self, planned: list[PlannedRow]) -> list[PlannedRow]:
-        """Say which layers run for the rows of a step. At most one row is a leg. Return the rows."""
         if going_on := next((plan for plan in planned if plan.owner.num_underway), None):
             assert self._begun is not None
             begin, count = self._begun.row.leg.end, self._begun.row.leg.of
             # If no answer is running any more, all other layers run at once.
             self._run(going_on, Leg(begin, begin + 1 if len(planned) > 1 else count, count))
-        elif self.leg_tokens and (chosen := self._choose(planned)) is not None:
+        elif (chosen := self._choose(planned, num_waiting)) is not None:
             self._counters.chunks_in_legs += 1
-            self._run(chosen, Leg(0, 1, min(MAX_LEGS, -(-chosen.row.num_new // self.leg_tokens))))
+            self._run(chosen, Leg(0, 1, self._num_legs(chosen.row.num_new, num_waiting)))
         return planned
 
-    def _choose(self, planned: Rows[PlannedRow]) -> PlannedRow | None:
+    def _num_legs(self, num_tokens: int, num_waiting: int) -> int:
+        """Return how many legs a chunk has. Each delays whoever waits, so the more wait, the fewer legs."""
+        most = min(MAX_LEGS, -(-num_tokens // self.leg_tokens))
+        return -(-most // (1 + num_waiting))
+
+    def _choose(self, planned: Rows[PlannedRow], num_waiting: int) -> PlannedRow | None:
         """Return the row to cut: a step's only chunk, if it has an image that is computed as a whole, beside decoding."""
-        chunks = [plan for plan in planned if plan.row.num_new > 1]
+        chunks = [plan for plan in planned if plan.row.num_new > 1] if self.leg_tokens else []
         if len(chunks) != 1 or len(planned) == 1 or (self._begun is not None and self._begun.owner.num_underway):
             return None
         row, seq = chunks[0].row, chunks[0].owner
         end = row.start + row.num_new
-        if not self.leg_tokens < row.num_new <= self._most or seq.sampling.prompt_logprobs is not None:
+        if (
+            row.num_new > self._most
+            or self._num_legs(row.num_new, num_waiting) == 1
+            or seq.sampling.prompt_logprobs is not None
+        ):
             return None
         has_image = any(span.is_whole and row.start <= span.start < end for span in seq.request.media)
         return chunks[0] if has_image else None

@@ -95,6 +95,31 @@ def test_nothing_is_cut_without_chats_or_beside_another_prompt() -> None:
     assert steps_of(beside_chats(leg_tokens=0), seeing()) == [(WHOLE, 0, 20)]
 
 
+def test_the_more_wait_the_fewer_legs() -> None:
+    """A chunk in legs delays whoever waits. Only one starts in its step. If many wait, several start together, as a whole."""
+    counts = []
+    for num_waiting in range(5):
+        drive = beside_chats(leg_tokens=5, budget=80)
+        for number in range(1 + num_waiting):
+            drive.add(seeing(f"seen {number}", media=[MediaSpan(4, 12, b"%d" % number)]))
+        found = chunks([drive.step()])
+        counts.append((len(found), found[0][0].of))
+        end(drive)
+        assert drive.scheduler.counters.finished == 1 + num_waiting + 2
+    assert counts == [(1, 4), (1, 2), (1, 2), (4, 1), (4, 1)]
+
+
+def test_nobody_starts_beside_a_running_prompts_leg() -> None:
+    drive = beside_chats(leg_tokens=5, budget=45, seqs=4)
+    drive.add(seeing(length=60, media=[image(44, 12)]))
+    first = drive.step()
+    drive.add(make_request("late", prompt(6, 9), 3))
+    plans = [first, *[drive.step() for _ in range(3)]]
+    found = [(WHOLE, 0, 42), (FIRST, 42, 18), (SECOND, 42, 18), (WHOLE, 0, 6)]
+    assert [chunks([plan]) for plan in plans] == [[chunk] for chunk in found]
+    end(drive)
+
+
 def test_a_chunk_that_a_later_step_may_have_no_room_for() -> None:
     """With 8 sequences and 40 tokens, any step has room for 33."""
     assert steps_of(beside_chats(1, budget=40, leg_tokens=20), seeing(length=33))[0] == (FIRST, 0, 33)
