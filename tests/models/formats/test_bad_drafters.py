@@ -172,10 +172,11 @@ def test_another_drafter_is_refused(target: str, drafters: dict[str, Path], meth
 def test_settings_that_do_not_go_with_the_files(
     target: str, drafters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = shutil.copytree(drafters["mtp"], tmp_path / "fp8")
-    quantise_gate(1.0)(folder, "mtp")
-    error = error_of(settings_with(target, "mtp", folder, quantization="fp8"))
-    assert "quantization: got fp8, but the weights of" in error.message
+    for method in METHODS:
+        folder = shutil.copytree(drafters[method], tmp_path / method)
+        quantise_gate(1.0)(folder, method)
+        error = error_of(settings_with(target, method, folder, quantization="fp8"))
+        assert "quantization: got fp8, but the weights of" in error.message
 
     def has_no_e4m3(device: torch.device) -> None:
         raise ConfigError(f"no fp8 on {device}")
