@@ -12,7 +12,9 @@ from culet.config import MAX_DRAFTS, DraftChoice
 from culet.drafters.dflash.spec import DFlashSpec, make_config, read_dflash
 from culet.errors import CheckpointError, ConfigError, UnsupportedError
 from culet.layers.weight.byte_sizes import bytes_per_value
+from culet.layers.weight.quantised.scheme import Scheme
 from culet.models.folder import find_folder, read_config
+from culet.models.quantised.config import main_scheme
 from culet.models.random_checkpoint import PREFIX, RandomDraw
 from culet.models.spec import ModelSpec
 
@@ -40,6 +42,7 @@ class DFlashPlan:
     max_drafts: int
     random: RandomDraw | None = None  # if set, weights are random and there is no folder
     quantization: str = "auto"
+    scheme: Scheme | None = None  # of stored matrices, if the checkpoint is quantised
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -61,7 +64,8 @@ class DFlashPlan:
         if choice.model.startswith(PREFIX):
             draw, config = _read_random(choice.model, target)
         try:
-            spec = read_dflash(config or read_config(choice.model, choice.revision), target)
+            config = config or read_config(choice.model, choice.revision)
+            spec, scheme = read_dflash(config, target), main_scheme(config)
         except CheckpointError as error:
             raise CheckpointError(f"drafter {choice.model}: {error.message}", hint=error.hint) from error
         if spec.block_size > MAX_DRAFTS + 1:
@@ -72,7 +76,7 @@ class DFlashPlan:
             problem = f"got {choice.num_speculative_tokens}, but blocks of {spec.block_size} tokens hold at most {most} drafts"
             raise ConfigError(f"speculative-config: num_speculative_tokens: {problem}")
         drafts = choice.num_speculative_tokens or most
-        return cls(choice.model, choice.revision, spec, len(target.layers), drafts, draw, choice.quantization)
+        return cls(choice.model, choice.revision, spec, len(target.layers), drafts, draw, choice.quantization, scheme)
 
     def kv_specs(self, itemsize: int) -> list[KVSpec]:
         """Return the layers as one group. Windows are only masks. A block is written after the newest token for one pass."""
@@ -110,7 +114,9 @@ class DFlashPlan:
         """Return the bytes of its weights. Every rank holds all of them."""
         counts = dict(self.num_parameters())
         norms = counts.pop("norms") * bytes_per_value(itemsize)
-        return round(norms + sum(counts.values()) * bytes_per_value(itemsize, self.quantization))
+        chosen = bytes_per_value(itemsize, self.quantization)
+        each = chosen if self.scheme is None else self.scheme.bytes_per_value(itemsize)
+        return round(norms + sum(counts.values()) * each)
 
     def check(self, weights: Weights, *, latent: bool) -> None:
         """Raise if its files do not match its config. Nothing is loaded."""

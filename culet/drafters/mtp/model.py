@@ -15,6 +15,7 @@ from culet.attention.base import AttentionBackend
 from culet.attention.batch import ForwardBatch
 from culet.cache.pool import Pool
 from culet.drafters.mtp.spec import CentroidSpec, MTPSpec
+from culet.errors import CheckpointError
 from culet.kernels.types import Candidates, Rope
 from culet.layers.attention import Pass
 from culet.layers.layer import Layer
@@ -39,6 +40,9 @@ class CentroidHead(Layer):
         self.spec, self.vocab_size = spec, vocab_size
         self.centroids = weights.matrix(Projection("masked_embedding.centroids", spec.count), num_columns=size)
         self.table = weights.table(_TABLE, vocab_size, size)
+        if not self.table.has_clusters:
+            problem = f"the drafter's {_TABLE} is quantised, but Culet reads clusters of tokens only from a plain table"
+            raise CheckpointError(problem, hint="use a drafter whose embedding table is bfloat16")
         self.token_ids_CJ = weights.token_ids("masked_embedding.token_ordering", spec.count, vocab_size // spec.count)
 
     def candidates(self, z_RD: Tensor) -> Candidates:

@@ -11,7 +11,9 @@ from culet.config import DraftChoice
 from culet.drafters.mtp.spec import MTPSpec, make_config, read_mtp
 from culet.errors import CheckpointError, ConfigError
 from culet.layers.weight.byte_sizes import bytes_per_value
+from culet.layers.weight.quantised.scheme import Scheme
 from culet.models.folder import find_folder, read_config
+from culet.models.quantised.config import main_scheme
 from culet.models.random_checkpoint import PREFIX, RandomDraw
 from culet.models.sizes import attention_weights
 from culet.models.spec import ModelSpec
@@ -40,6 +42,7 @@ class MTPPlan:
     choice: DraftChoice
     spec: MTPSpec
     random: RandomDraw | None = None  # if set, weights are random and there is no folder
+    scheme: Scheme | None = None  # of stored matrices, if the checkpoint is quantised
 
     @property
     def model(self) -> str:
@@ -65,13 +68,14 @@ class MTPPlan:
         if choice.model.startswith(PREFIX):
             draw, config = _read_random(choice.model), make_config(target)
         try:
-            spec = read_mtp(config or read_config(choice.model, choice.revision), target)
+            config = config or read_config(choice.model, choice.revision)
+            spec, scheme = read_mtp(config, target), main_scheme(config)
         except CheckpointError as error:
             raise CheckpointError(f"drafter {choice.model}: {error.message}", hint=error.hint) from error
         if choice.head_dtype != "auto" and spec.centroids is not None:
             problem = f"drafter {choice.model} scores clusters of tokens first and reads little of its head"
             raise ConfigError(f"speculative-config: head_dtype: got {choice.head_dtype}, but {problem}", hint="omit head_dtype")
-        return cls(choice, spec, draw)
+        return cls(choice, spec, draw, scheme)
 
     def kv_specs(self, itemsize: int) -> list[KVSpec]:
         """Return [], since it reads the target's pages."""
@@ -93,7 +97,8 @@ class MTPPlan:
         """Return the bytes of its weights, or of the part that a rank holds. The head may have its own precision."""
         counts = dict(self.num_parameters() if layout is None else self._parameters_of_rank(layout))
         head = counts.pop("head") * bytes_per_value(itemsize, self.choice.head_dtype)
-        return round(head + sum(counts.values()) * bytes_per_value(itemsize, self.choice.quantization))
+        chosen = bytes_per_value(itemsize, self.choice.quantization)
+        return round(head + sum(counts.values()) * (chosen if self.scheme is None else self.scheme.bytes_per_value(itemsize)))
 
     def _parameters_of_rank(self, layout: CacheLayout) -> Mapping[str, int]:
         """Return the number of a rank's weights by part. Heads are divided like those of the pages that they read."""

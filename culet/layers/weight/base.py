@@ -216,6 +216,7 @@ class Table(Weight):
     """Rows that are looked up by token id. As the head, a table scores all tokens with x @ table^T."""
 
     scale: float  # rows are multiplied by this when they are looked up
+    has_clusters: ClassVar[bool] = False  # it has `cluster_candidates` and `reorder_rows`
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Return the scaled rows of the tokens. Each rank returns all of them, whichever rank holds them."""

@@ -146,6 +146,8 @@ class Router(PlainMatrix):
 class PlainTable(Table):
     """A table in the activations' dtype. With several ranks, it may be a shard that holds some of the rows."""
 
+    has_clusters = True
+
     def __init__(self, layout: TableLayout, site: Site) -> None:
         super().__init__()
         self.layout, self.ops = layout, for_device(site.device)

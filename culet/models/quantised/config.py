@@ -137,6 +137,15 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
     return found.get(first)
 
 
+def main_scheme(config: Mapping[str, Any]) -> Scheme | None:
+    """Return the scheme of most matrices of a quantised checkpoint, or None for plain weights.
+
+    That is the first scheme, because a list of targets does not say how many matrices it matches.
+    """
+    quantisation = read_quantisation(config)
+    return quantisation.groups[0].scheme if quantisation is not None and quantisation.groups else None
+
+
 def _check_towers(config: Mapping[str, Any]) -> None:
     """Raise if a tower for images or audio says that its weights are quantised."""
     for tower in ("vision_config", "audio_config"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from culet.cache.spec import REPLICAS_HINT, share_among
@@ -33,6 +34,7 @@ class Linear:
     count: int = 1  # how many modules are like this one
     most_parts: int = 1  # how many parts ranks can divide it into
     has_column_parts: bool = False  # ranks share its columns instead of its rows
+    run: int = 0  # columns that stay together when loading reorders them; 0 if it does not
     is_table: bool = False
 
     def shape_of_rank(self, num_ranks: int) -> tuple[int, int]:
@@ -62,7 +64,9 @@ def _attention_linears(spec: ModelSpec, layer: LayerSpec, prefix: str) -> Iterat
     hidden, queries, keys = spec.hidden_size, layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     heads = layer.num_kv_heads
     yield Linear("attention", f"{prefix}q_proj", queries, hidden, most_parts=heads)
-    yield Linear("attention", f"{prefix}o_proj", hidden, queries, most_parts=heads, has_column_parts=True)
+    # As `layers/attention.py` orders them: the rotated halves of a head first, then the rest.
+    run = gcd(layer.rope.rotated_dims, layer.head_dim) // 2 if layer.k_eq_v else 0
+    yield Linear("attention", f"{prefix}o_proj", hidden, queries, most_parts=heads, has_column_parts=True, run=run)
     if layer.owns_kv:
         yield Linear("attention", f"{prefix}k_proj", keys, hidden, most_parts=heads)
         if not layer.k_eq_v:
@@ -104,6 +108,7 @@ def part_bytes(
         rows, columns = linear.shape_of_rank(num_ranks)
         is_head = head is not None and linear.name == head.name
         scheme = head.scheme if head is not None and is_head else _scheme(config, linear, quantisation, precision)
+        scheme = scheme.in_runs(linear.run) if scheme is not None and linear.run else scheme
         scale_bytes = itemsize if is_head else stored_scale
         plain = rows * columns * bytes_per_value(itemsize)
         sizes[linear.part] += linear.count * (plain if scheme is None else scheme.num_bytes(rows, columns, scale_bytes))

@@ -89,6 +89,20 @@ else:
             assert torch.equal(got.any(1), held)
         assert look_up.look_up(ids[:0], weight, 0, slice(None), 1.0, torch.float32).shape == (0, size)
 
+    def test_lookups_across_tiles() -> None:
+        """Columns that begin in the middle of a tile, and end in a later one."""
+        weight, ids = draw("int4", 9, 1600), torch.tensor([3, 8, 0])
+        for columns in (slice(200, 300), slice(500, 1030), slice(1500, None)):
+            given = ids, weight, 0, columns, 39.25, torch.float32
+            got, wanted = look_up.look_up(*given), eager.look_up(*given)
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0.0)
+
+    @pytest.mark.parametrize("name", ["int4", "fp8"])
+    def test_lookups_round_rows_before_they_scale_them(name: str) -> None:
+        """In float16, because the interpreter cuts off bits of bfloat16 instead of rounding."""
+        given = torch.arange(21), draw(name, 21, 96), 0, slice(None), 39.25, torch.float16
+        assert torch.equal(look_up.look_up(*given), eager.look_up(*given))
+
     @pytest.mark.parametrize("name", SOME)
     def test_heads_of_many_tokens(name: str) -> None:
         """Logits of more tokens than other layers have in tiles. Several tiles of tokens and rows, without and with the cap."""

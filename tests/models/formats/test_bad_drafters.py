@@ -172,10 +172,11 @@ def test_another_drafter_is_refused(target: str, drafters: dict[str, Path], meth
 def test_settings_that_do_not_go_with_the_files(
     target: str, drafters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = shutil.copytree(drafters["mtp"], tmp_path / "fp8")
-    quantise_gate(1.0)(folder, "mtp")
-    error = error_of(settings_with(target, "mtp", folder, quantization="fp8"))
-    assert "quantization: got fp8, but the weights of" in error.message
+    for method in METHODS:
+        folder = shutil.copytree(drafters[method], tmp_path / method)
+        quantise_gate(1.0)(folder, method)
+        error = error_of(settings_with(target, method, folder, quantization="fp8"))
+        assert "quantization: got fp8, but the weights of" in error.message
 
     def has_no_e4m3(device: torch.device) -> None:
         raise ConfigError(f"no fp8 on {device}")
@@ -185,9 +186,8 @@ def test_settings_that_do_not_go_with_the_files(
     assert error.message == "speculative-config: head_dtype: no fp8 on cpu"  # not on meta, where the model is checked
 
 
-def test_a_quantised_table_has_no_fp8_head(target: str, drafters: dict[str, Path], tmp_path: Path) -> None:
-    """`head_dtype` rounds a plain table."""
-    folder = shutil.copytree(drafters["mtp"], tmp_path / "fp8")
+def quantise_table(folder: Path) -> None:
+    """Store the table in fp8."""
 
     def replace_table(tensors: dict[str, torch.Tensor], _: str) -> None:
         weight = tensors["model.embed_tokens.weight"]
@@ -199,9 +199,30 @@ def test_a_quantised_table_has_no_fp8_head(target: str, drafters: dict[str, Path
     config |= {"ignore": []}
     config["config_groups"]["group_0"]["targets"] = ["re:.*embed_tokens"]
     change_config(quantization_config=config)(folder, "mtp")
+
+
+def test_a_quantised_table_has_no_fp8_head(target: str, drafters: dict[str, Path], tmp_path: Path) -> None:
+    """`head_dtype` rounds a plain table."""
+    folder = shutil.copytree(drafters["mtp"], tmp_path / "fp8")
+    quantise_table(folder)
     error = error_of(settings_with(target, "mtp", folder, head_dtype="fp8"))
     assert error.message == "speculative-config: head_dtype: got fp8, but the checkpoint's table is already quantised"
     assert error.hint == "omit head_dtype"
+
+
+def test_a_quantised_table_has_no_clusters(tmp_path: Path) -> None:
+    """The drafters of E2B and E4B sort their table by cluster, and score some of its rows."""
+    target = str(write_checkpoint(tmp_path / "target", "E4B", dtype=torch.float32))
+    spec = open_checkpoint(target).spec
+    plan = open_drafter(DraftChoice("mtp", "random:"), spec)
+    assert isinstance(plan, MTPPlan)
+    assert plan.spec.centroids is not None
+    folder = write_assistant(tmp_path / "fp8", plan.spec, make_config(spec))
+    quantise_table(folder)
+    for choice in ({}, {"suffix": True}):
+        error = error_of(settings_with(target, "mtp", folder, **choice))
+        assert isinstance(error, CheckpointError)
+        assert "the drafter's model.embed_tokens is quantised" in error.message
 
 
 def test_a_benchmark_checks_first_too(target: str, drafters: dict[str, Path], tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from culet.cli.planning.facts import gather, shares_of
-from culet.config import build_config
-from culet.errors import CheckpointError, ConfigError
+from culet.config import DraftChoice, build_config
+from culet.drafters.base import open_drafter
+from culet.drafters.dflash.spec import make_config as dflash_config
+from culet.drafters.mtp.spec import make_config as mtp_config
+from culet.errors import CheckpointError, CuletError
 from culet.layers.weight.plain import PlainFormat
 from culet.layers.weight.quantised.choose import rounded, with_rounded_head
 from culet.layers.weight.quantised.forms import Int4, Nvfp4
@@ -24,6 +27,8 @@ from culet.models.folder import read_config
 from culet.models.gemma4 import Gemma4
 from culet.models.quantised.head import head_rounding
 from culet.models.quantised.part_bytes import part_bytes
+from culet.models.quantised.write import quantisation_config
+from culet.models.spec import read_spec
 from culet.models.variants import VARIANTS
 from culet.models.weights import load_model
 from culet.parallel.group import RankGroup
@@ -184,6 +189,12 @@ FORMATS: dict[str, tuple[dict[str, Any], str, Callable[[str], WeightFormat]]] = 
         "auto",
         matrices_in(QuantisedFormat(Int4(), PackedInt4(0, False))),
     ),
+    # Global layers of models whose keys are values move runs of 64 columns, so their groups are smaller in memory.
+    "int4 in groups of 128": (
+        writing.ct_config((["Linear"], integers(4, 128, symmetric=False), "pack-quantized")),
+        "auto",
+        matrices_in(QuantisedFormat(Int4(128, None, True), PackedInt4(128, True))),
+    ),
     "nvfp4": (
         writing.ct_config((["Linear"], NVFP4, "nvfp4-pack-quantized")),
         "auto",
@@ -195,6 +206,7 @@ HEADS = {f"{form}, head {head}": (form, head) for form, head in (("bf16", "fp8")
 HEADS |= {f"{form}, head {head}": (form, head) for form, head in (("nvfp4", "int4"), ("fp8", "fp8"))}
 # Ranks would cut groups.
 REFUSED = {("26B-A4B", "int4 in groups of 32", 4), ("26B-A4B", "int4 in groups of 32", 8), ("26B-A4B", "nvfp4", 8)}
+REFUSED |= {("26B-A4B", "int4 in groups of 128", num_ranks) for num_ranks in (1, 2, 4, 8)}  # even one rank
 
 
 @matrix({"name": ["12B", "26B-A4B", "31B"], "form": [*FORMATS, *HEADS], "num_ranks": [1, 2, 4, 8]})
@@ -206,7 +218,7 @@ def test_the_bytes_of_a_rank(name: str, form: str, num_ranks: int, tmp_path: Pat
     path.write_text(json.dumps(VARIANTS[name] | ({"quantization_config": described} if described else {})))
     config = build_config({"tensor_parallel_size": num_ranks, "quantization": quantization, "head_quantization": head})
     if (name, form, num_ranks) in REFUSED:
-        with pytest.raises(ConfigError, match="are not whole groups"):
+        with pytest.raises(CuletError, match=r"are not whole groups|do not divide"):
             gather(str(path), "h100", config)
         return
     facts = gather(str(path), "h100", config)
@@ -219,3 +231,22 @@ def test_the_bytes_of_a_rank(name: str, form: str, num_ranks: int, tmp_path: Pat
         group = None if num_ranks == 1 else RankGroup(rank)
         weights = Weights(torch.bfloat16, torch.device("meta"), rank, group, choose_format=choose_format)
         assert expected == sum(tensor.nbytes for tensor in Gemma4(facts.spec, weights).parameters())
+
+
+# Drafters
+
+
+@pytest.mark.parametrize("method", ["mtp", "dflash"])
+def test_drafters_that_are_stored_quantised(method: str, tmp_path: Path) -> None:
+    """They count like those that are quantised at load."""
+    spec = read_spec(VARIANTS["31B"])
+    make = {"mtp": mtp_config, "dflash": dflash_config}[method]
+    for name, more in (("plain", {}), ("fp8", {"quantization_config": quantisation_config("fp8", [])})):
+        (tmp_path / f"{name}.json").write_text(json.dumps(make(spec) | more))
+
+    def size(name: str, quantization: str = "auto") -> int:
+        choice = DraftChoice(method, str(tmp_path / f"{name}.json"), quantization=quantization)
+        return open_drafter(choice, spec).weight_bytes(2)
+
+    assert size("fp8") == pytest.approx(size("plain", "fp8"), rel=0.002)
+    assert size("fp8") < 0.8 * size("plain")

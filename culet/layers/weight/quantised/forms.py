@@ -25,6 +25,7 @@ from culet.kernels.types import (
     part_of,
 )
 from culet.layers.weight.base import Site
+from culet.layers.weight.quantised.scheme import sizes_in_memory
 
 
 def num_blocks(size: int) -> int:
@@ -74,8 +75,8 @@ class _Grouped(WeightForm):
     def with_column_order(self, order: Tensor) -> WeightForm | None:
         if not self.group:
             return self
-        smaller = [self.group, *(size for size in (64, 32) if size < self.group and self.group % size == 0)]
-        return next((replace(self, group=size) for size in smaller if _moves_groups(order, size)), None)
+        sizes = (size for size in sizes_in_memory(self.group) if _moves_groups(order, size))
+        return next((replace(self, group=size) for size in sizes), None)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from culet.hardware import Arch
@@ -15,6 +16,8 @@ _BLOCK = 128  # rows and columns of an fp8 block
 _NVFP4_GROUP = 16  # columns that share a scale
 _LEAST_GROUP = 8  # columns: an int4 word
 _ROUNDED_GROUP = 32  # of `--quantization int4`
+_SMALLER_GROUPS = (64, 32)  # that larger ones are divided into
+_LARGE = 1 << 12  # rows and columns of a matrix that stands for most
 # As measured for docs/log/accuracy.md.
 _HEAD_COST = (
     "embeddings are rounded too, because the head is the embedding table; {} % of the built-in model's most likely tokens "
@@ -30,6 +33,12 @@ def kind_of(number: str, bits: int) -> str:
 def is_group(size: object) -> bool:
     """Return whether kernels can read groups of this many columns. A tile holds whole groups or a part of one."""
     return isinstance(size, int) and size >= _LEAST_GROUP and size & (size - 1) == 0
+
+
+def sizes_in_memory(group: int) -> Iterator[int]:
+    """Yield the sizes that groups may have in memory, largest first. Loading may move parts of a group to different places."""
+    yield group
+    yield from (size for size in _SMALLER_GROUPS if size < group and group % size == 0)
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,15 @@ class Scheme:
         if self.kind == "fp8":
             return _BLOCK if self.scales == "block" else 1
         return self.group or (8 if self.kind == "int4" else 4 if self.is_packed else 1)
+
+    def in_runs(self, run: int) -> Scheme:
+        """Return the scheme in memory if loading moves runs of this many columns. If no groups fit, columns stay."""
+        sizes = (size for size in sizes_in_memory(self.group) if run % size == 0) if self.group else ()
+        return replace(self, group=next(iter(sizes), self.group))
+
+    def bytes_per_value(self, itemsize: int) -> float:
+        """Return the bytes of one value of a large matrix, with its share of the scales."""
+        return self.num_bytes(_LARGE, _LARGE, itemsize) / _LARGE**2
 
     def num_bytes(self, num_rows: int, num_columns: int, itemsize: int) -> float:
         """Return the bytes of a matrix in memory, with its scales. `itemsize` is that of activations."""
