@@ -89,11 +89,11 @@ class Scheduler:
         # Every running sequence can have a token in every step, so none can starve.
         self._max_running = min(config.max_num_seqs, self.budget)
         self._max_chunk = self.budget - self._max_running + 1  # tokens that every step has room for
-        self._legs = Legs(0 if max_drafts else leg_tokens, self._max_chunk, self.counters)
         self._clock, self._max_queued = clock, self._max_running + config.max_queue_len
         self._free_slots = list(range(config.max_num_seqs))
         self._running: list[Sequence] = []  # by order
         self._waiting = FairQueue()
+        self._legs = Legs(0 if max_drafts else leg_tokens, self._max_chunk, self._running, self._waiting, self.counters)
         self._held: dict[str, Sequence] = {}  # by request id, not queued before `release`
         self._alive: dict[str, dict[int, Sequence]] = {}  # request id -> sample -> sequence
         self._deadlines = Deadlines(self.is_alive)
@@ -272,7 +272,7 @@ class Scheduler:
                 planned += self._plan_row(grant, may_preempt=True)
         if len(planned) == len(grants) and self.counters.preemptions == num_preempted:  # nobody lacks pages
             self._start_new(planned, entries, budget - sum(plan.row.num_new for plan in planned), prompts)
-        return self._legs.mark(planned, len(self._waiting))
+        return self._legs.mark(planned)
 
     def _plan_row(self, grant: Grant, *, may_preempt: bool) -> list[PlannedRow]:
         """Plan the row for `grant`, with a shorter chunk if pages are scarce. Return [] if none fits.
@@ -336,7 +336,7 @@ class Scheduler:
         if first and (head := self._waiting.head()) is not None:
             reserved += len(self._running) * self._max_fresh + pages_to_start(head, self.budget)
         for seq in short_prompts(self._waiting) if first else self._waiting.heads():
-            if not budget or len(self._running) >= self._max_running - first or self._legs.is_full(planned, len(self._waiting)):
+            if not budget or len(self._running) >= self._max_running - first or self._legs.is_full(planned):
                 break
             num_older = self._waiting.num_running(seq.tenant)
             # A sequence that just made way starts again when its last result is known.

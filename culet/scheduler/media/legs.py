@@ -8,6 +8,7 @@ keeps the pages. It continues with exactly this chunk, unless it loses its pages
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sized
 from collections.abc import Sequence as Rows
 
 from culet.scheduler.rows import PlannedRow, RowShape
@@ -21,12 +22,13 @@ MAX_LEGS = 8  # more would delay the first token without making steps noticeably
 class Legs:
     """The chunk that has begun its legs. There is one at a time, because the runner keeps its hidden states."""
 
-    def __init__(self, leg_tokens: int, most: int, counters: Counters) -> None:
+    def __init__(self, leg_tokens: int, most: int, running: Collection[Sequence], waiting: Sized, counters: Counters) -> None:
         """Cut chunks of more than `leg_tokens` tokens (0: none) and at most `most`, which every later step has room for.
 
-        A leg takes about as long as `leg_tokens` tokens do in all layers.
+        A leg takes about as long as `leg_tokens` tokens do in all layers. `running` and `waiting` are the scheduler's.
         """
         self.leg_tokens, self._most, self._counters = leg_tokens, most, counters
+        self._running, self._waiting = running, waiting
         self._begun: PlannedRow | None = None  # the row as it would have been planned as a whole, and its last leg
 
     def shape_of(self, seq: Sequence) -> RowShape | None:
@@ -42,45 +44,39 @@ class Legs:
             row.num_new, 0, row.num_logits, row.store_from, missing, bool(row.draw_slots), self._begun.resume_lengths
         )
 
-    def is_full(self, planned: Rows[PlannedRow], num_waiting: int) -> bool:
+    def is_full(self, planned: Rows[PlannedRow]) -> bool:
         """Return whether a step has a leg. No other prompt starts in it, since that would make it as long as without legs."""
-        return any(plan.owner.num_underway for plan in planned) or self._choose(planned, num_waiting) is not None
+        return any(plan.owner.num_underway for plan in planned) or self._choose(planned) is not None
 
-    def mark(self, planned: list[PlannedRow], num_waiting: int) -> list[PlannedRow]:
-        """Say which layers run for the rows of a step. At most one row is a leg. Return the rows.
-
-        `num_waiting` sequences wait to start.
-        """
+    def mark(self, planned: list[PlannedRow]) -> list[PlannedRow]:
+        """Say which layers run for the rows of a step. At most one row is a leg. Return the rows."""
         if going_on := next((plan for plan in planned if plan.owner.num_underway), None):
             assert self._begun is not None
             begin, count = self._begun.row.leg.end, self._begun.row.leg.of
             # If no answer is running any more, all other layers run at once.
             self._run(going_on, Leg(begin, begin + 1 if len(planned) > 1 else count, count))
-        elif (chosen := self._choose(planned, num_waiting)) is not None:
+        elif (chosen := self._choose(planned)) is not None:
             self._counters.chunks_in_legs += 1
-            self._run(chosen, Leg(0, 1, self._num_legs(chosen.row.num_new, num_waiting)))
+            self._run(chosen, Leg(0, 1, self._num_legs(chosen)))
         return planned
 
-    def _num_legs(self, num_tokens: int, num_waiting: int) -> int:
-        """Return how many legs a chunk has. Each delays whoever waits, so the more wait, the fewer legs."""
-        most = min(MAX_LEGS, -(-num_tokens // self.leg_tokens))
+    def _num_legs(self, plan: PlannedRow) -> int:
+        """Return how many legs a chunk has. Each delays the prompts that wait, so the more wait, the fewer legs."""
+        most = min(MAX_LEGS, -(-plan.row.num_new // self.leg_tokens))
+        num_waiting = len(self._waiting) + sum(seq.num_uncomputed > 1 for seq in self._running if seq is not plan.owner)
         return -(-most // (1 + num_waiting))
 
-    def _choose(self, planned: Rows[PlannedRow], num_waiting: int) -> PlannedRow | None:
+    def _choose(self, planned: Rows[PlannedRow]) -> PlannedRow | None:
         """Return the row to cut: a step's only chunk, if it has an image that is computed as a whole, beside decoding."""
         chunks = [plan for plan in planned if plan.row.num_new > 1] if self.leg_tokens else []
         if len(chunks) != 1 or len(planned) == 1 or (self._begun is not None and self._begun.owner.num_underway):
             return None
         row, seq = chunks[0].row, chunks[0].owner
         end = row.start + row.num_new
-        if (
-            row.num_new > self._most
-            or self._num_legs(row.num_new, num_waiting) == 1
-            or seq.sampling.prompt_logprobs is not None
-        ):
+        if row.num_new > self._most or seq.sampling.prompt_logprobs is not None:
             return None
         has_image = any(span.is_whole and row.start <= span.start < end for span in seq.request.media)
-        return chunks[0] if has_image else None
+        return chunks[0] if has_image and self._num_legs(chunks[0]) > 1 else None
 
     def _run(self, plan: PlannedRow, leg: Leg) -> None:
         """Turn a row into a leg. Unless it is the last one, undo the progress of its sequence, but let it keep its pages."""

@@ -309,7 +309,7 @@ def test_a_chunk_waits_for_its_next_leg(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("has_older", [False, True])
 def test_a_smaller_step_still_has_room(has_older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps become shorter between the legs, because they take long. An older prompt may then be able to go on."""
-    drive = beside_chats(budget=40)
+    drive = beside_chats(budget=40, leg_tokens=5 if has_older else 10)
     if has_older:
         drive.add(make_request("old", prompt(120, 5), 3))
         drive.step()
@@ -325,7 +325,7 @@ def test_a_smaller_step_still_has_room(has_older: bool, monkeypatch: pytest.Monk
 
 def test_a_leg_goes_before_older_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """An older prompt that could not go on, and now can, takes only what is left of the step."""
-    drive = beside_chats(1, budget=40, seqs=4, leg_tokens=20)
+    drive = beside_chats(1, budget=40, seqs=4, leg_tokens=10)
     drive.add(make_request("old", prompt(120, 5), 3))
     drive.step()
     paused = pause(monkeypatch, "old")
