@@ -45,8 +45,13 @@ class Legs:
         )
 
     def is_full(self, planned: Rows[PlannedRow]) -> bool:
-        """Return whether a step has a leg. No other prompt starts in it, since that would make it as long as without legs."""
-        return any(plan.owner.num_underway for plan in planned) or self._choose(planned) is not None
+        """Return whether no other prompt starts in a step: beside a leg, or if its images take long for so few that wait."""
+        if not self.leg_tokens or any(plan.owner.num_underway for plan in planned):
+            return bool(self.leg_tokens)
+        chunks = [plan for plan in planned if plan.row.num_new > 1]
+        if len(chunks) == len(planned) or not any(_has_image(plan) for plan in chunks):
+            return False
+        return sum(plan.row.num_new for plan in chunks) >= self.leg_tokens * (1 + self._num_waiting(chunks)) / 2
 
     def mark(self, planned: list[PlannedRow]) -> list[PlannedRow]:
         """Say which layers run for the rows of a step. At most one row is a leg. Return the rows."""
@@ -63,20 +68,22 @@ class Legs:
     def _num_legs(self, plan: PlannedRow) -> int:
         """Return how many legs a chunk has. Each delays the prompts that wait, so the more wait, the fewer legs."""
         most = min(MAX_LEGS, -(-plan.row.num_new // self.leg_tokens))
-        num_waiting = len(self._waiting) + sum(seq.num_uncomputed > 1 for seq in self._running if seq is not plan.owner)
-        return -(-most // (1 + num_waiting))
+        return -(-most // (1 + self._num_waiting([plan])))
+
+    def _num_waiting(self, chunks: Rows[PlannedRow]) -> int:
+        """Return how many prompts have not started, or not ended, besides those of `chunks`."""
+        owners = [plan.owner for plan in chunks]
+        return len(self._waiting) + sum(seq.num_uncomputed > 1 and seq not in owners for seq in self._running)
 
     def _choose(self, planned: Rows[PlannedRow]) -> PlannedRow | None:
         """Return the row to cut: a step's only chunk, if it has an image that is computed as a whole, beside decoding."""
         chunks = [plan for plan in planned if plan.row.num_new > 1] if self.leg_tokens else []
         if len(chunks) != 1 or len(planned) == 1 or (self._begun is not None and self._begun.owner.num_underway):
             return None
-        row, seq = chunks[0].row, chunks[0].owner
-        end = row.start + row.num_new
-        if row.num_new > self._most or seq.sampling.prompt_logprobs is not None:
+        [chunk] = chunks
+        if chunk.row.num_new > self._most or chunk.owner.sampling.prompt_logprobs is not None:
             return None
-        has_image = any(span.is_whole and row.start <= span.start < end for span in seq.request.media)
-        return chunks[0] if has_image and self._num_legs(chunks[0]) > 1 else None
+        return chunk if _has_image(chunk) and self._num_legs(chunk) > 1 else None
 
     def _run(self, plan: PlannedRow, leg: Leg) -> None:
         """Turn a row into a leg. Unless it is the last one, undo the progress of its sequence, but let it keep its pages."""
@@ -92,3 +99,10 @@ class Legs:
             if first > row.start:  # the tokens that the row skips are not computed yet
                 pages.go_back(row.start)
         plan.row, plan.drawers = row._replace(num_logits=0, draw_slots=()), []
+
+
+def _has_image(plan: PlannedRow) -> bool:
+    """Return whether a row has an image that is computed as a whole."""
+    row = plan.row
+    end = row.start + row.num_new
+    return any(span.is_whole and row.start <= span.start < end for span in plan.owner.request.media)
