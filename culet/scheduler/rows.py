@@ -39,7 +39,7 @@ class PlannedStep:
     is_slowed: bool = False  # by encoding media or by moving pages, which takes its own time
 
     @cached_property
-    def leg(self) -> Row | None:
+    def leg_row(self) -> Row | None:
         """The row for which only some of the layers run, if there is one."""
         # Identity is several times faster than a property, and this runs for every row of every step.
         return next((plan.row for plan in self.planned if plan.row.leg is not WHOLE), None)
@@ -48,12 +48,12 @@ class PlannedStep:
     def num_tokens(self) -> int:
         """Its new tokens. Those of a chunk in legs count with the last one."""
         num_tokens = sum([plan.row.num_new for plan in self.planned])
-        return num_tokens if self.leg is None or self.leg.leg.is_last else num_tokens - self.leg.num_new
+        return num_tokens if self.leg_row is None or self.leg_row.leg.is_last else num_tokens - self.leg_row.num_new
 
     @property
     def is_timed(self) -> bool:
         """Whether its time says how long its tokens take. That of a leg does not."""
-        return not self.is_slowed and self.leg is None
+        return not self.is_slowed and self.leg_row is None
 
     @property
     def chunk_tokens(self) -> int:

@@ -28,6 +28,7 @@ from culet.engine.start.worker import (
 from culet.limits import Limits
 from culet.log import chose
 from culet.media.reader import MediaReader
+from culet.models.quantised.config import read_quantisation
 from culet.models.sizes import weights_per_token
 from culet.runner.worker import Worker
 from culet.scheduler.draft_length import DraftPolicy
@@ -149,14 +150,18 @@ def _make_scheduler(setup: Setup, built: BuiltWorker) -> Scheduler:
 def leg_tokens(setup: Setup) -> int:
     """Return the most tokens of a chunk with an image that runs in one step, or 0 if all do.
 
-    Their products alone take `LEG_S`. With shared KV, per-layer embeddings or a drafter, later
-    layers need more than the stream that earlier ones leave. Several ranks and CPUs were not measured.
+    Their products alone take `LEG_S`. With shared KV, per-layer embeddings or a drafter, later layers need more than the stream
+    that earlier ones leave. Quantised weights may have no graphs for prompts, and then the host takes long for each leg.
+    Several ranks and CPUs were not measured.
     """
-    spec = setup.spec
-    is_simple = setup.rank.size == 1 and setup.draft_plan is None and not spec.ple_dim and all(s.owns_kv for s in spec.layers)
+    spec, config = setup.spec, setup.config
+    is_simple = setup.draft_plan is None and not spec.ple_dim and all(layer.owns_kv for layer in spec.layers)
+    is_plain = config.model.quantization == "auto" and read_quantisation(setup.checkpoint.config) is None
     has_images = spec.image_attention != "causal" and tower_kinds(setup)
-    can_be_cut = is_simple and len(spec.layers) >= MAX_LEGS
-    if not (can_be_cut and has_images and setup.is_gpu and setup.config.schedule.max_step_ms):
+    is_alone = setup.is_gpu and setup.rank.size == 1
+    if not (
+        is_simple and is_plain and has_images and is_alone and config.schedule.max_step_ms and len(spec.layers) >= MAX_LEGS
+    ):
         return 0
     rates = hardware.arch_of(hardware.capability_of(setup.device)).rates
     most = max(1, int(LEG_S * rates.flops_per_s / (2 * weights_per_token(spec))))

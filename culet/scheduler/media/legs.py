@@ -46,8 +46,10 @@ class Legs:
 
     def is_full(self, planned: Rows[PlannedRow]) -> bool:
         """Return whether no other prompt starts in a step: beside a leg, or if its images take long for so few that wait."""
-        if not self.leg_tokens or any(plan.owner.num_underway for plan in planned):
-            return bool(self.leg_tokens)
+        if not self.leg_tokens:
+            return False
+        if any(plan.owner.num_underway for plan in planned):
+            return True
         chunks = [plan for plan in planned if plan.row.num_new > 1]
         if len(chunks) == len(planned) or not any(_has_image(plan) for plan in chunks):
             return False

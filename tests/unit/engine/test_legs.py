@@ -39,7 +39,7 @@ def test_a_slower_gpu_cuts_shorter_chunks(monkeypatch: pytest.MonkeyPatch) -> No
     assert 0 < leg_tokens(setup_for("31B")) < 133
 
 
-@pytest.mark.parametrize("settings", [{"max_step_ms": 0}, {"language_model_only": True}], ids=str)
+@pytest.mark.parametrize("settings", [{"max_step_ms": 0}, {"language_model_only": True}, {"quantization": "fp8"}], ids=str)
 def test_settings_that_switch_it_off(settings: dict[str, Any]) -> None:
     assert leg_tokens(setup_for("31B", **settings)) == 0
 
