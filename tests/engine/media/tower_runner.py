@@ -47,7 +47,8 @@ class TowerRunner(FakeRunner):
                 if span.start < row.start + row.num_new and span.end > row.start:
                     assert span.key in self.reported, "a row reads features that are not ready"
         entered = {entry.slot for entry in plan.entries}
-        is_decoding = any(row.num_logits and row.num_new == 1 and row.slot not in entered for row in plan.rows)
+        # A chunk of one token may have logits, too, for log-probabilities of the prompt, but it draws nothing.
+        is_decoding = any(row.draw_slots and row.num_new == 1 and row.slot not in entered for row in plan.rows)
         num_tokens = sum(one.num_tokens for one in plan.encodes)
         assert len(plan.encodes) <= 1 or not is_decoding or num_tokens <= self.ledger.max_step_tokens
         for one in plan.encodes:

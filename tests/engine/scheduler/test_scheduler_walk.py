@@ -236,11 +236,11 @@ WORLDS = {
     "media, short of pages": World(
         has_media=True, groups=((3, 1), (None, 1)), num_pages=70, max_num_seqs=3, budget=16, max_prompt=30, max_tokens=30
     ),
-    "legs": World(has_media=True, leg_tokens=4, groups=((40, 4), (None, 8)), num_pages=120, max_num_seqs=4),
-    "legs ahead": World(has_media=True, leg_tokens=2, groups=((40, 2), (None, 3)), num_pages=150, ahead=True, budget=40),
+    "legs": World(has_media=True, leg_tokens=2, groups=((40, 4), (None, 8)), num_pages=120, max_num_seqs=4),
+    "legs ahead": World(has_media=True, leg_tokens=1, groups=((40, 2), (None, 3)), num_pages=150, ahead=True, budget=40),
     "legs, tenants": World(
         has_media=True,
-        leg_tokens=2,
+        leg_tokens=1,
         num_pages=70,
         ahead=True,
         tenants=("a", "a", "b"),
@@ -248,10 +248,10 @@ WORLDS = {
         groups=((30, 4), (None, 8)),
     ),
     "legs, short first": World(
-        has_media=True, leg_tokens=2, on_cpu=True, num_pages=70, groups=((30, 4), (None, 8)), max_num_seqs=6
+        has_media=True, leg_tokens=1, on_cpu=True, num_pages=70, groups=((30, 4), (None, 8)), max_num_seqs=6
     ),
     "legs, long chunks": World(
-        has_media=True, leg_tokens=4, groups=((6, 4), (None, 16)), budget=128, num_pages=80, max_prompt=120, ahead=True
+        has_media=True, leg_tokens=1, groups=((6, 4), (None, 16)), budget=128, num_pages=80, max_prompt=120, ahead=True
     ),
     "no cache": World(prefix_caching=False, num_pages=34, max_drafts=3),
     "long chunks": World(groups=((6, 4), (None, 16)), budget=128, num_pages=36, max_prompt=120, max_drafts=1),
@@ -389,7 +389,7 @@ def walk_in(
         plans_open=plans_open,
         pauses=pauses,
         has_media=has_media,
-        leg_tokens=2,
+        leg_tokens=1,
         num_host_pages=num_host_pages,
     )
     walk(world, seed, 60)
