@@ -44,6 +44,7 @@ class World:
     pauses: bool = False  # drafts are wanted in some steps and not in others
     has_media: bool = False  # some prompts have media, and tenants have salts
     leg_tokens: int = 0  # chunks with images and more tokens run in several steps
+    has_many_legs: bool = False  # as many as if no prompt waited
     tenants: tuple[str, ...] = ("",)  # each request belongs to one of them
     num_host_pages: int = 0
 
@@ -87,6 +88,8 @@ class Walk:
             clock=lambda: self.now,
         )
         scheduler.page_allocator.host.grow(world.num_host_pages)
+        if world.has_many_legs:
+            scheduler._legs._running = scheduler._legs._waiting = ()
         runner = FakeRunner(
             layout,
             world.num_pages,
@@ -237,10 +240,13 @@ WORLDS = {
         has_media=True, groups=((3, 1), (None, 1)), num_pages=70, max_num_seqs=3, budget=16, max_prompt=30, max_tokens=30
     ),
     "legs": World(has_media=True, leg_tokens=2, groups=((40, 4), (None, 8)), num_pages=120, max_num_seqs=4),
-    "legs ahead": World(has_media=True, leg_tokens=1, groups=((40, 2), (None, 3)), num_pages=150, ahead=True, budget=40),
+    "legs ahead": World(
+        has_media=True, leg_tokens=1, has_many_legs=True, groups=((40, 2), (None, 3)), num_pages=150, ahead=True, budget=40
+    ),
     "legs, tenants": World(
         has_media=True,
         leg_tokens=1,
+        has_many_legs=True,
         num_pages=70,
         ahead=True,
         tenants=("a", "a", "b"),
@@ -248,10 +254,17 @@ WORLDS = {
         groups=((30, 4), (None, 8)),
     ),
     "legs, short first": World(
-        has_media=True, leg_tokens=1, on_cpu=True, num_pages=70, groups=((30, 4), (None, 8)), max_num_seqs=6
+        has_media=True, leg_tokens=1, has_many_legs=True, on_cpu=True, num_pages=70, groups=((30, 4), (None, 8)), max_num_seqs=6
     ),
     "legs, long chunks": World(
-        has_media=True, leg_tokens=1, groups=((6, 4), (None, 16)), budget=128, num_pages=80, max_prompt=120, ahead=True
+        has_media=True,
+        leg_tokens=1,
+        has_many_legs=True,
+        groups=((6, 4), (None, 16)),
+        budget=128,
+        num_pages=80,
+        max_prompt=120,
+        ahead=True,
     ),
     "no cache": World(prefix_caching=False, num_pages=34, max_drafts=3),
     "long chunks": World(groups=((6, 4), (None, 16)), budget=128, num_pages=36, max_prompt=120, max_drafts=1),
@@ -390,6 +403,7 @@ def walk_in(
         pauses=pauses,
         has_media=has_media,
         leg_tokens=1,
+        has_many_legs=ahead,
         num_host_pages=num_host_pages,
     )
     walk(world, seed, 60)
