@@ -135,7 +135,7 @@ class DrafterPlan(Protocol):
         """
 
     def check(self, weights: Weights, *, latent: bool) -> None:
-        """Raise if `build` would find its files or settings bad, for a target that is made from `weights`. Nothing is loaded.
+        """Raise if `build` would reject its files or settings. The target is made from `weights`. Nothing is loaded.
 
         `latent` is whether the target's cache is latent.
         """

@@ -107,7 +107,7 @@ def choose_rounding(weights: Weights, quantization: str) -> Weights:
 
 
 def _round_head(weights: Weights, head: HeadRounding, stored_types: Collection[str], name: object) -> Weights:
-    """Return `weights` with a head that is quantised while it is loaded. `name` is that of the checkpoint."""
+    """Return `weights` that quantise the head while it is loaded. Errors call the checkpoint `name`."""
     choose_format = with_rounded_head(weights.choose_format, head, stored_types)
     if choose_format is None:
         raise already_quantised(head.precision, name)

@@ -199,8 +199,8 @@ class TimeSlices:
 
         They make way for the next one in the queue if their tenant runs too many (`FairQueue.next_and_last`), or else if their
         time slice is over. They also make way if others need more pages, so that one that has come back does not lose its pages
-        at once. `num_missing` returns how many pages a sequence lacks to start
-        when some others have left, and `num_lacking` how many the running ones lack for their next tokens.
+        at once. `num_missing` returns how many pages a sequence lacks to start when some others have left, and `num_lacking`
+        how many the running ones lack for their next tokens.
         """
         while (pair := queue.next_and_last(running)) is not None:
             if num_missing(pair[0], ()) <= 0:

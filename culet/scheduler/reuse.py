@@ -39,8 +39,8 @@ def take_known_pages(seq: Sequence, match: Match, page_allocator: PageAllocator)
     return match.point is None or seq.resume_from(match.point, match.resume, page_allocator)
 
 
-def count_start(seq: Sequence, match: Match, page_allocator: PageAllocator, counters: Counters) -> None:
-    """Count where a sequence that has started resumed. If it was parked, have its pages loaded."""
+def complete_start(seq: Sequence, match: Match, page_allocator: PageAllocator, counters: Counters) -> None:
+    """Have the pages of a sequence that starts loaded if it was parked, and count where it resumes."""
     if seq.parked:
         counters.restored += 1
         counters.restored_tokens += match.resume

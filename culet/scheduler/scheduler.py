@@ -35,7 +35,7 @@ from culet.scheduler.media.encoding import count_media, plan_encoding
 from culet.scheduler.media.features import NOTHING, FeatureLedger
 from culet.scheduler.media.legs import Legs
 from culet.scheduler.page_allocator import PageAllocator
-from culet.scheduler.reuse import count_start, find_prefix, keep_point, keep_row_points, take_known_pages
+from culet.scheduler.reuse import complete_start, find_prefix, keep_point, keep_row_points, take_known_pages
 from culet.scheduler.rows import (
     PlannedRow,
     PlannedStep,
@@ -382,7 +382,7 @@ class Scheduler:
         self._waiting.remove(seq)
         if seq.arrived_at and not seq.is_announced:
             seq.queue_s = self._clock() - seq.arrived_at
-        count_start(seq, match, self.page_allocator, self.counters)
+        complete_start(seq, match, self.page_allocator, self.counters)
         return rows
 
     def _enter(self, seq: Sequence) -> None:

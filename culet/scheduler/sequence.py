@@ -344,7 +344,7 @@ class Sequence:
     def keep_drafts(self, num_accepted: int, num_proposed: int, page_allocator: PageAllocator, *, has_spare: bool) -> None:
         """Count accepted drafts as computed. `has_spare` means that it may hold pages for others, which were rejected.
 
-        If it was preempted, its tokens count, but it has no pages.
+        This changes nothing for a preempted sequence, which has no pages and forgets its drafts.
         """
         if not self.is_running:
             return

@@ -190,7 +190,7 @@ class DFlashModel(Layer):
 
 
 def check_dflash(folder: Path, spec: DFlashSpec, first_layer: int, weights: Weights, *, quantization: str = "auto") -> None:
-    """Raise if `load_dflash` would find the files bad, for a target that is made from `weights`."""
+    """Raise if `load_dflash` would reject the files. The target is made from `weights`."""
     check_weights(folder, partial(DFlashModel, spec, first_layer), _match_names, _weights(weights), quantization=quantization)
 
 

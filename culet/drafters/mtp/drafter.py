@@ -107,7 +107,7 @@ def _one_key_more(planned: AttentionBackend) -> AttentionBackend:
 
 
 def check_mtp(folder: Path, spec: MTPSpec, weights: Weights, *, latent: bool, quantization: str = "auto") -> MTPModel:
-    """Raise if `load_mtp` would find the files bad, for a target that is made from `weights`.
+    """Raise if `load_mtp` would reject the files. The target is made from `weights`.
 
     Return the model on the meta device.
     """

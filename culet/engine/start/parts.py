@@ -158,9 +158,9 @@ def leg_tokens(setup: Setup) -> int:
     is_simple = setup.draft_plan is None and not spec.ple_dim and all(layer.owns_kv for layer in spec.layers)
     is_plain = config.model.quantization == "auto" and read_quantisation(setup.checkpoint.config) is None
     has_images = spec.image_attention != "causal" and tower_kinds(setup)
-    is_alone = setup.is_gpu and setup.rank.size == 1
+    is_one_gpu = setup.is_gpu and setup.rank.size == 1
     if not (
-        is_simple and is_plain and has_images and is_alone and config.schedule.max_step_ms and len(spec.layers) >= MAX_LEGS
+        is_simple and is_plain and has_images and is_one_gpu and config.schedule.max_step_ms and len(spec.layers) >= MAX_LEGS
     ):
         return 0
     rates = hardware.arch_of(hardware.capability_of(setup.device)).rates

@@ -81,7 +81,7 @@ class LegPasses:
         return ForwardOutput(batch, self.target.forward(batch, _pieces_for(batch, prompts), between))
 
     def _plan(self, batch: ForwardBatch, between: Between | None) -> ForwardBatch:
-        """Do the host's work for some layers. Only the first layer reads features."""
+        """Do the host's work before some of the layers run. Features are read only before the first layer."""
         batch = batch if between is None else replace(batch, input_rows=None)
         self.target.plan(batch)
         return batch
