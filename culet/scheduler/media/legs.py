@@ -53,8 +53,8 @@ class Legs:
         chunks = [plan for plan in planned if plan.row.num_new > 1]
         if len(chunks) == len(planned) or not any(_has_image(plan) for plan in chunks):
             return False
-        # With the whole in place of half, images that arrive a little faster than legs run pile up, and then run together in one
-        # long step (docs/log/towers.md, "Legs, simulated").
+        # Without the half, images that arrive a little faster than legs run would pile up, and then run together in a long step
+        # (docs/log/towers.md, "Legs, simulated").
         return sum(plan.row.num_new for plan in chunks) >= self.leg_tokens * (1 + self._num_waiting(chunks)) / 2
 
     def mark(self, planned: list[PlannedRow]) -> list[PlannedRow]:
